@@ -4,7 +4,8 @@
     OUT.npy              a float32 matrix, a row for each text
     OUT.npy.texts.jsonl  a line for each row: id, sha256, model
 
-A run that was cut off leaves at most a torn end, which the next one removes.
+A run that was cut off leaves at most a torn end, which the next one removes. One that got no vector leaves no
+new file.
 """
 
 from __future__ import annotations
@@ -81,10 +82,13 @@ class JsonLines(VectorFile):
     def __init__(self, out: IO[str]) -> None:
         super().__init__()
         self._out = out
+        # The file, if this run made it.
+        self._made: Path | None = None
 
     @classmethod
     def at(cls, path: Path) -> JsonLines:
         found = cls(sys.stdout)
+        found._made = None if path.exists() else path
         # Line by line: vectors of a corpus together may be more than the memory.
         found._knows(_whole_lines(path), str(path))
         found._out = path.open("a", encoding="utf-8")
@@ -101,12 +105,14 @@ class JsonLines(VectorFile):
     def close(self) -> None:
         if self._out is not sys.stdout:
             self._out.close()
+        _remove_empty(self._made)
 
 
 class NpyMatrix(VectorFile):
     def __init__(self, path: Path) -> None:
         super().__init__()
         index = path.with_name(f"{path.name}.texts.jsonl")
+        self._made = [file for file in (path, index) if not file.exists()]
         lines = list(_whole_lines(index))
         self._width = _npy_width(path) if path.exists() and path.stat().st_size else 0
         if lines and not self._width:
@@ -154,6 +160,14 @@ class NpyMatrix(VectorFile):
     def close(self) -> None:
         self._file.close()
         self._index.close()
+        _remove_empty(*self._made)
+
+
+def _remove_empty(*made: Path | None) -> None:
+    """Remove the files of these in which there is nothing."""
+    for file in made:
+        if file is not None and not file.stat().st_size:
+            file.unlink()
 
 
 def _npy_width(path: Path) -> int:

@@ -278,7 +278,7 @@ class Daemon:
             disk_cache=machine.disk_cache,
             fetches=parts.fetch_counts.machines,
             models_changed=parts.models_changed,
-            running=self._runner.running,
+            running=parts.running,
             ended=machine.traces.ended,
             answer_tokens=self._config.engine.answer_tokens or None,
             exactness=self._config.fleet.exactness,

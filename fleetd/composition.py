@@ -19,6 +19,7 @@ from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.config import Config
 from fleetd.control.daemon_status import HardwareReading, MemoryBudget
+from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.fleet_view import PeerView
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.model_listing import FoundModels, ModelListing
@@ -268,6 +269,11 @@ class DaemonParts:
         self.stages: StageServer | None = None
         self.assists = self._serve_peers(self.node) if self.node is not None else None
 
+    def running(self) -> list[RunningRequest]:
+        """The requests of this machine that have not ended, oldest first."""
+        found = [*self.runner.running(), *self.vectors.running()]
+        return sorted(found, key=lambda request: request.at_s)
+
     @property
     def busy(self) -> bool:
         """True while this machine computes, or passes on answers, for anybody."""
@@ -462,7 +468,10 @@ class DaemonParts:
             self.locator,
             VectorMachines(machine.pool, self.locator, self.members),
             machine.ledger,
+            machine.metrics,
             self.fleet.request if self.fleet else None,
+            record=machine.traces.record,
+            name=self._config.fleet.name or default_name(),
             draining=lambda: self.runner.draining,
             failed=lambda node_id, error, model: self.members.failed(node_id, "vectors", error, model),
             succeeded=lambda node_id, model: self.members.succeeded(node_id, "vectors", model),

@@ -51,6 +51,8 @@ HTTP_WRITE_STALL_S = 60.0
 HTTP_KEEPALIVE_IDLE_S = 75.0
 HTTP_CONNECTIONS = 256
 HTTP_CONNECTIONS_UNAUTHENTICATED = 32
+# From the connection on, before others may push it out: who opens many at once sends the tokens soon.
+HTTP_TOKEN_S = 1.0
 # SSE comments while nothing else is sent: agents give up after 10 s of silence in the worst case.
 SSE_KEEPALIVE_S = 4.0
 # Progress comments faster than this only cost the reader time.
@@ -643,16 +645,12 @@ SMART_HISTORIES = 256
 SMART_HISTORY_RANGES = 100_000
 
 # ---- Vectors and reranking -------------------------------------------------------------------------------
-# Texts of one message to a worker. The daemon cuts a corpus into as many messages as it needs.
-VECTOR_TEXTS = 2048
 # Characters of one text: no model here reads more of any language, and a tokenizer takes a hundred times as
 # much memory.
 VECTOR_TEXT_CHARS = MIB
 # Tokens of one text, whatever the model's files say: an encoder cannot be stopped in the middle of a text,
 # and what it takes of memory while it reads has to stay within what every load leaves free.
 VECTOR_TEXT_TOKENS = 8192
-# Texts whose vectors are told at once, and are sorted by length among themselves.
-VECTOR_WINDOW = 256
 # Seconds that one pass may take, about, before a cancel, another request or a chat has its turn; and the
 # fewest and the most tokens of one, whatever a machine's pace.
 VECTOR_PASS_S = 0.1
@@ -665,12 +663,16 @@ VECTOR_NICE = 15
 # ---- Fleet: vectors over machines ------------------------------------------------------------------------
 # Texts of one request: at 1,024 numbers each, their vectors are 40 MB, and 200 MB as JSON.
 VECTOR_REQUEST_TEXTS = 10_000
-# Requests at work at once, here; each holds its texts and its vectors.
-VECTOR_JOBS = 64
+# Requests at work at once, here, and those that wait for a turn: programs ask for each text of a document in
+# a request of its own, for all of them at once.
+VECTOR_JOBS, VECTOR_JOBS_WAITING = 64, 1024
+# Characters, or token ids, of all of them; a single request may always have as many as a body holds.
+VECTOR_HELD_CHARS = 256 * MIB
 # Requests of at most so many texts go before the parts of larger ones: a person waits for them.
 VECTOR_URGENT_TEXTS = 16
 # What a machine is given at once: short enough that machines end together, and that little is lost with one.
 VECTOR_PART_S = 0.5
+# Texts of one part, so of one message to a worker and of one answer.
 VECTOR_PART_TEXTS = 256
 # Beside a chat, a machine gets parts of so little, and rests so many times as long as each has taken.
 VECTOR_CHAT_PART_S = 0.05

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from fleetctl.render.columns import Column, drawn, fitted, shortened
 from fleetctl.render.options_table import options_table
-from fleetctl.render.plan_words import division, helpers, local_s, miss, prompt
+from fleetctl.render.plan_words import THIS, division, helpers, local_s, miss, prompt
 from fleetctl.render.text import brief, clause, count, labelled, one_line, wrapped
 from fleetctl.render.trace_steps import seen_from_here, table
-from fleetd.control.prefill_trace import DrafterView, SourceCounts, Trace
+from fleetd.control.prefill_trace import DrafterView, MachineTexts, SourceCounts, TextsWork, Trace
 
 # Characters at the end of a request's id that identify it in a list.
 SHORT_ID_CHARS = 8
@@ -22,6 +22,7 @@ _COLOURS = {
     "shared": "green",
     "smart": "green",
     "remote": "green",
+    "spread": "green",
     "fallback": "yellow",
     "failed": "red",
     "cancelled": "yellow",
@@ -32,6 +33,7 @@ _OUTCOMES = {
     "local": "computed here",
     "smart": "a part of the prompt was left out",
     "remote": "answered by another machine",
+    "spread": "computed by several machines",
     "cancelled": "cancelled",
     "failed": "failed",
 }
@@ -50,7 +52,13 @@ def listing(traces: Sequence[Trace], width: int | None) -> str:
         Column("CACHED", [count(trace.cached_tokens) for trace in traces], 2, right=True),
         Column("PLAN", [_plan(trace, cut=cut) for trace in traces], 9),
         Column("PLANNED", [brief(trace.planned_ttft_s) for trace in traces], 4, right=True),
-        Column("ACTUAL", [brief(trace.ttft_s) for trace in traces], 8, right=True),
+        # Texts have no first token: their vectors and scores come at the end.
+        Column(
+            "ACTUAL",
+            [brief(trace.took_s if trace.texts else trace.ttft_s) for trace in traces],
+            8,
+            right=True,
+        ),
         Column("MISS", [miss(trace.ttft_s, trace.planned_ttft_s) for trace in traces], 5, right=True),
         Column("OUTCOME", [one_line(trace.outcome) for trace in traces], 9),
     ]
@@ -74,7 +82,7 @@ def page(trace: Trace, width: int | None) -> str:
     if trace.there is not None:
         there = seen_from_here(trace.there, trace.answered_by)
         parts.append(f"On {_answering(trace)}:\n" + _facts(_story_there(there), width))
-    elif trace.answered_by:
+    elif trace.answered_by and trace.texts is None:
         parts.append(wrapped(f"{_answering(trace)} told no steps of its own.", width))
     if steps := table(trace, width):
         parts.append("\n".join(steps))
@@ -90,6 +98,9 @@ def _story(trace: Trace) -> Iterable[tuple[str, str]]:
     if trace.asked_by:
         yield "asked by", one_line(trace.asked_by)
     yield "model", one_line(trace.model)
+    if trace.texts is not None:
+        yield from _texts(trace, trace.texts)
+        return
     if trace.prompt_tokens:
         yield (
             "prompt",
@@ -119,6 +130,34 @@ def _story(trace: Trace) -> Iterable[tuple[str, str]]:
     if there is None:
         yield from _stages(trace)
         yield from _drafts(trace)
+
+
+def _texts(trace: Trace, work: TextsWork) -> Iterable[tuple[str, str]]:
+    """Of a request for vectors or scores: which machine computed how much of it."""
+    what = "document" if work.route == "rerank" else "text"
+    yield f"{what}s", f"{count(work.texts)}, {count(trace.prompt_tokens)} tokens"
+    yield "plan", one_line(trace.chosen.kind)
+    for number, machine in enumerate(work.machines):
+        yield "" if number else "machines", _machine_texts(machine, what)
+    yield "outcome", _outcome(trace)
+    if trace.took_s is not None:
+        yield "took", brief(trace.took_s)
+
+
+def _machine_texts(machine: MachineTexts, what: str) -> str:
+    name = "this machine" if machine.name == THIS else one_line(machine.name)
+    said = [f"{name}: {count(machine.texts)} {what}{'' if machine.texts == 1 else 's'}"]
+    if machine.parts:
+        parts = f"{count(machine.parts)} part{'' if machine.parts == 1 else 's'}"
+        pace = (
+            f" ({count(round(machine.tokens / machine.computed_s))} a second)" if machine.computed_s else ""
+        )
+        said.append(f"{count(machine.tokens)} tokens in {parts}, {brief(machine.computed_s)}{pace}")
+    if machine.loaded_s:
+        said.append(f"loaded the model for {brief(machine.loaded_s)}")
+    if machine.code:
+        said.append(f"then left out: {clause(machine.reason)} ({one_line(machine.code)})")
+    return ", ".join(said)
 
 
 def _story_there(there: Trace) -> Iterable[tuple[str, str]]:

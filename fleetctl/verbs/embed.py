@@ -23,6 +23,7 @@ from fleetctl.render.text import count
 from fleetctl.vector_files import VectorFile, open_vectors
 from fleetctl.vector_models import chosen_model
 from fleetd import limits
+from fleetd.errors import ContextLengthExceeded
 
 _FIRST_TEXTS = 64
 
@@ -68,6 +69,8 @@ def command(
     that have the model and are idle.
     """
     texts = read_corpus(files or ["-"], lines=lines)
+    if not texts:
+        raise click.UsageError("The texts are empty.")
     client, out = session.client(), open_vectors(output)
     try:
         left = [text for text in texts if not out.done or (text.id, text.sha256) not in out.done]
@@ -106,7 +109,7 @@ def _embed(
             began_s = time.monotonic()
             request = {**asked, "input": [text.text for text in some]}
             vectors: dict[int, bytes] = {}
-            for report in _reports(client, request):
+            for report in _reports(client, request, some):
                 if report.get("loading"):
                     progress.update(str(report["loading"]), report.get("done", 0), report.get("total", 0))
                     continue
@@ -146,9 +149,20 @@ def _check_model(out: VectorFile, model: str) -> None:
     out.model = model
 
 
-def _reports(client: Client, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What the daemon says of one request. Raises FleetError."""
+def _reports(
+    client: Client, request: dict[str, Any], texts: Sequence[CorpusText]
+) -> Iterator[dict[str, Any]]:
+    """What the daemon says of the request for some texts. Raises FleetError."""
     body = {**request, "stream": True, "encoding_format": "base64"}
+    try:
+        yield from _events(client, body)
+    except ContextLengthExceeded as error:
+        longest = max(texts, key=lambda text: len(text.text))
+        hint = f"The longest one is {longest.id}. Cut it into parts, or leave out its end with --truncate."
+        raise ContextLengthExceeded(error.message, hint=hint) from error
+
+
+def _events(client: Client, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     with client.stream("/v1/embeddings", body) as reply:
         for event in reply:
             if isinstance(event, Comment):

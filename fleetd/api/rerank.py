@@ -13,6 +13,7 @@ from fleetd import limits
 from fleetd.api.generation.fields import ExactnessField, LocalOnly, Positive, decode
 from fleetd.api.http.body import json_answer, read
 from fleetd.api.vectors import answering
+from fleetd.api.vectors.answering import Instruction
 from fleetd.engine.protocol import RerankTexts
 from fleetd.errors import InvalidValue
 
@@ -27,15 +28,14 @@ class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
     query: Annotated[str, Meta(min_length=1, max_length=limits.VECTOR_TEXT_CHARS)]
     documents: list[str | dict[str, Any]]
     top_n: Annotated[Positive | None, Meta(description="How many of the best are returned.")] = None
-    return_documents: Annotated[bool, Meta(description="Return the documents' texts beside the scores.")] = (
-        False
-    )
-    instruction: Annotated[
-        str, Meta(max_length=limits.VECTOR_TEXT_CHARS, description="In place of the model's own words.")
-    ] = ""
+    return_documents: Annotated[
+        bool | None, Meta(description="Return the documents' texts beside the scores.")
+    ] = None
+    instruction: Instruction | None = None
     truncate: Annotated[
-        bool, Meta(description="False: a document that is too long is refused, instead of cut at its end.")
-    ] = True
+        bool | None,
+        Meta(description="False: a document that is too long is refused, instead of cut at its end."),
+    ] = None
     local_only: LocalOnly = None
     exactness: ExactnessField = None
     user: str | None = None
@@ -89,7 +89,13 @@ async def rerank(request: web.Request) -> web.StreamResponse:
         raise InvalidValue("documents is empty.", param="documents")
     answering.check_texts(documents, "documents")
     work_id = f"rerank-{uuid.uuid4().hex}"
-    work = RerankTexts(work_id, body.query, documents, instruction=body.instruction, truncate=body.truncate)
+    work = RerankTexts(
+        work_id,
+        body.query,
+        documents,
+        instruction=body.instruction or "",
+        truncate=body.truncate is not False,
+    )
     job = answering.job(request, work_id, body.model, work, body.local_only, body.exactness)
     found = await answering.whole(request, job)
     scores = [float(score) for score in found if not isinstance(score, bytes)]

@@ -15,8 +15,8 @@ from fleetd.text.bounded import Natural, Seconds, SignedSeconds, Text
 
 # shared: as planned. fallback: begun together, ended here. local: computed here from the start, by plan or
 # because no agreement was reached (then with a code). smart: a part of the prompt was left out. remote:
-# another machine answered.
-Outcome = Literal["shared", "fallback", "local", "cancelled", "failed", "smart", "remote"]
+# another machine answered. spread: several machines computed vectors or scores.
+Outcome = Literal["shared", "fallback", "local", "cancelled", "failed", "smart", "remote", "spread"]
 
 
 class SourceCounts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -96,6 +96,34 @@ class DrafterView(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str = ""
 
 
+class MachineTexts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one machine did for a request for vectors or scores."""
+
+    # "this" for the machine that was asked.
+    name: Text = ""
+    # It was given the texts in so many parts.
+    parts: Natural = 0
+    texts: Natural = 0
+    tokens: Natural = 0
+    # From a part's way out to its answer, all parts together; a load is not in it.
+    computed_s: Seconds = 0.0
+    loaded_s: Seconds = 0.0
+    # Why it was given no more; both "" if it was not left out.
+    code: str = ""
+    reason: str = ""
+
+
+class TextsWork(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a request for vectors or scores was, and who computed it."""
+
+    # "embeddings" or "rerank".
+    route: Text = ""
+    # How many vectors or scores were asked for.
+    texts: Natural = 0
+    # In the order in which they began.
+    machines: list[MachineTexts] = []
+
+
 class Trace(msgspec.Struct, frozen=True):
     """One request: where it ran, what was planned for its prompt, and what came of it."""
 
@@ -171,6 +199,8 @@ class Trace(msgspec.Struct, frozen=True):
     alone_s: float | None = None
     # When it arrived, by the monotonic clock of ``machine``.
     clock_s: float = 0.0
+    # Of a request for vectors or scores, which has tokens of texts as ``prompt_tokens`` and no first token.
+    texts: TextsWork | None = None
 
 
 class TracesView(msgspec.Struct, frozen=True):

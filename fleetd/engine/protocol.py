@@ -14,8 +14,8 @@ unknown tags are a bug and raise.
                       for each ServeStage: Accepted, Failed
                       for each Question: Accepted, Prefill*, its answer | Failed
                       for each DraftFor: Accepted, DraftReport | Failed
-                      for each EmbedTexts: Accepted, TextsEmbedded*, Finished | Failed
-                      for each RerankTexts: Accepted, TextsReranked*, Finished | Failed
+                      for each EmbedTexts: Accepted, TextsEmbedded, Finished | Failed
+                      for each RerankTexts: Accepted, TextsReranked, Finished | Failed
                       and Heartbeat at least every ``limits.ENGINE_BEAT_S``
 
 Streams to other machines' workers come beside it, on a channel that can carry sockets: ``sealed.handoff``
@@ -805,11 +805,9 @@ class EmbedTexts(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class TextsEmbedded(msgspec.Struct, frozen=True, tag=True):
-    """Vectors of the texts from ``first`` on, in their order; messages of a request follow each other without
-    a gap."""
+    """The vectors of a request's texts, in their order."""
 
     id: EventId
-    first: Natural
     # Numbers of each vector.
     width: Natural
     # float32, little endian, one vector after the other.
@@ -833,10 +831,9 @@ class RerankTexts(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class TextsReranked(msgspec.Struct, frozen=True, tag=True):
-    """Scores of the documents from ``first`` on, in their order, 0 to 1: the better the higher."""
+    """The scores of a request's documents, in their order, 0 to 1: the better the higher."""
 
     id: EventId
-    first: Natural
     scores: list[Share]
     # How many tokens the query had together with each document, the model's format included.
     tokens: list[Natural]

@@ -80,6 +80,7 @@ class _RequestSeries:
         self.prefill = histogram("vllm:request_prefill_time_seconds", "In prefill.", REQUEST_BUCKETS_S)
         self.decode = histogram("vllm:request_decode_time_seconds", "In decode.", REQUEST_BUCKETS_S)
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", REQUEST_BUCKETS_S)
+        self.texts = counter("fleetd_texts", "Texts that got a vector or a score.", "model_name")
         self.failures = counter("fleetd_request_failures", "Requests that ended in an error.", "code")
         self.auth = counter("fleetd_auth_failures", "Requests refused before any work.", "reason")
         self.plans = counter("fleetd_plan", "Plans that ran, and why that kind.", "kind", "reason")
@@ -257,6 +258,14 @@ class Metrics:
         self._requests.queue.labels(model).observe(timings.queue_s)
         self._requests.prefill.labels(model).observe(timings.prefill_s)
         self._requests.decode.labels(model).observe(timings.decode_s)
+        self._requests.e2e.labels(model).observe(e2e_s)
+
+    def texts(self, model: str, reason: str, count: int, tokens: int, e2e_s: float) -> None:
+        """A request for vectors or scores has ended; no prefix cache was asked for it."""
+        model = self._model(model)
+        self._requests.success.labels(model, _FINISHED_AS.get(reason, _OTHER)).inc()
+        self._requests.texts.labels(model).inc(count)
+        self._requests.prompt_tokens.labels(model).inc(tokens)
         self._requests.e2e.labels(model).observe(e2e_s)
 
     def failed(self, code: str) -> None:

@@ -226,16 +226,16 @@ class FakeVectors:
         if self.gate is not None:
             await self.gate.wait()
         job.name, texts = MODEL, texts_of(job.request)
-        machine = MachineRun(VectorMachine(THIS_NODE, "this", 1.0))
+        machine = MachineRun(VectorMachine(THIS_NODE, "this", 1.0), 0.0)
         job.ran[THIS_NODE] = machine
-        for event in reversed(vector_fakes.answers(job.request)):
-            if not isinstance(event, p.TextsEmbedded | p.TextsReranked):
-                continue
-            numbers = range(event.first, event.first + len(event.tokens))
-            answer = PartAnswer(job.part(numbers, "part"))
-            answer.feed(replace(event, first=0))
-            machine.texts, machine.tokens = len(texts), machine.tokens + sum(event.tokens)
-            yield TextsDone(numbers, answer.found)
+        for first in reversed(range(0, len(texts), 3)):
+            some = range(first, min(first + 3, len(texts)))
+            answer = PartAnswer(job.part(some, "part"))
+            for event in vector_fakes.answers(job.part(some, "part")):
+                if isinstance(event, p.TextsEmbedded | p.TextsReranked):
+                    answer.feed(event)
+            machine.texts, machine.tokens = machine.texts + len(some), machine.tokens + sum(answer.tokens)
+            yield TextsDone(some, answer.found)
 
 
 class FakeLedger:

@@ -18,6 +18,7 @@ from fleetd import config, limits
 from fleetd.api.control.settings_file import SettingsFile
 from fleetd.control.fleet_view import FleetView, Neighbour, PeerView
 from fleetd.control.prefill_plan import OptionView
+from fleetd.control.prefill_trace import MachineTexts, TextsWork
 from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.control.usage_report import FirstTokenTimes, Span, UsageReport, UsageRow, UsageTotals
 from fleetd.engine import protocol as p
@@ -119,6 +120,39 @@ def two_requests(world: PageWorld) -> None:
             completion_tokens=0,
         ),
     ]
+
+
+def test_a_request_for_vectors_says_how_much_each_machine_computed(world: PageWorld) -> None:
+    machines = [
+        MachineTexts("this", 4, 400, 25_600, 4.0),
+        MachineTexts("studio", 6, 600, 38_400, 3.0, 1.0),
+        MachineTexts("mini", code="peer_lost", reason="It went away."),
+    ]
+    world.traces = [
+        trace(
+            1,
+            chosen=OptionView("spread", ["this", "studio"], None, chosen=True),
+            losers=[],
+            outcome="spread",
+            prompt_tokens=64_000,
+            ttft_s=None,
+            prefill_s=None,
+            completion_tokens=0,
+            texts=TextsWork("embeddings", 1000, machines),
+        )
+    ]
+    page = world.opened("requests")
+    page.wait_for_selector("table.past")
+    row = page.inner_text("table.past tbody tr")
+    assert "computed together, 1,000 texts" in row
+    assert "no token" not in row
+    page.click("table.past tbody tr a")
+    page.wait_for_selector(".detail .outcome.spread >> text=computed by several machines")
+    detail = page.inner_text(".detail")
+    assert "600 texts, 38,400 tokens in 6 parts, 3.00 s" in detail
+    assert "loaded the model for 1.00 s" in detail
+    assert "then left out: It went away. (peer_lost)" in detail
+    assert "First token" not in detail
 
 
 def test_a_row_says_who_asked_what_waited_where_and_what_came_of_it(world: PageWorld) -> None:

@@ -148,6 +148,7 @@ async def test_five_hundred_idle_sockets_do_not_keep_others_out(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "HTTP_CONNECTIONS", 64)
+    monkeypatch.setattr(limits, "HTTP_TOKEN_S", 0.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
     crowd = [await site.raw() for _ in range(500)]
@@ -165,6 +166,35 @@ async def test_five_hundred_idle_sockets_do_not_keep_others_out(
         for _, writer in crowd:
             writer.close()
         await asyncio.gather(*(writer.wait_closed() for _, writer in crowd), return_exceptions=True)
+
+
+async def test_who_opens_many_sockets_at_once_may_use_each_of_them(site: Site) -> None:
+    """Open WebUI does, one for each piece of a document."""
+    many = limits.HTTP_CONNECTIONS_UNAUTHENTICATED + 20
+    opened = [await site.raw() for _ in range(many)]
+    try:
+        for _, writer in opened:
+            writer.write(post_bytes(site, CHAT, BODY))
+        for reader, _ in opened:
+            assert (await read_until(reader, b"timings")).startswith(b"HTTP/1.1 200")
+    finally:
+        for _, writer in opened:
+            writer.close()
+        await asyncio.gather(*(writer.wait_closed() for _, writer in opened), return_exceptions=True)
+
+
+async def test_silent_sockets_make_room_before_those_that_wait_for_the_next_request(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HTTP_CONNECTIONS", 3)
+    async with connected(site) as (reader, writer):
+        writer.write(post_bytes(site, CHAT, BODY))
+        await read_until(reader, b"timings")
+        crowd = [await site.raw() for _ in range(4)]
+        writer.write(post_bytes(site, CHAT, BODY))
+        assert (await read_until(reader, b"timings")).startswith(b"HTTP/1.1 200")
+        for _, each in crowd:
+            each.close()
 
 
 async def test_a_crowd_that_knows_the_token_is_capped_and_busy_ones_stay(

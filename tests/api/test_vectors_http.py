@@ -87,6 +87,21 @@ async def test_what_is_asked_of_the_model_reaches_it() -> None:
     assert len(reply["data"][0]["embedding"]) == 2
 
 
+async def test_a_field_that_is_null_is_one_that_was_left_out() -> None:
+    """litellm and clients in JavaScript send all fields that they know."""
+    optional = ["encoding_format", "dimensions", "input_type", "instruction", "truncate", "stream", "user"]
+    fake = FakeVectors()
+    body = {"model": "m", "input": "one", **dict.fromkeys(optional)}
+    code, reply, _ = await asked("/v1/embeddings", body, fake)
+    assert (code, reply["data"][0]["embedding"]) == (200, numbers("one"))
+    assert fake.jobs[0].request == EmbedTexts(fake.jobs[0].id, ["one"])
+    optional = ["top_n", "return_documents", "instruction", "truncate", "local_only", "exactness"]
+    body = {"model": "m", "query": "red", "documents": RED, **dict.fromkeys(optional)}
+    code, reply, _ = await asked("/v1/rerank", body, fake)
+    assert (code, len(reply["results"])) == (200, len(RED))
+    assert fake.jobs[1].request == RerankTexts(fake.jobs[1].id, "red", RED, truncate=True)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -143,7 +143,24 @@ def test_an_answer_that_breaks_off_writes_nothing_of_its_request(
     vectors.on("POST", EMBED, reply(1, 2, until=1))
     done = run("embed", "--lines", "-o", str(out), home=vectors.home, stdin="one\ntwo\n")
     assert done.returncode == Exit.FAILED
-    assert out.read_text() == ""
+    assert not out.exists()
+
+
+def test_a_run_without_a_vector_leaves_no_new_file(vectors: FakeDaemon, run: Run, tmp_path: Path) -> None:
+    error = {"error": {"message": "There is no model.", "code": "model_not_found", "hint": ""}}
+    vectors.on("POST", EMBED, Reply(error, status=404))
+    (tmp_path / "mine.jsonl").write_text("")
+    for name in ("out.npy", "out.jsonl", "mine.jsonl"):
+        done = run("embed", "-o", str(tmp_path / name), home=vectors.home, stdin="one")
+        assert done.returncode != Exit.OK
+    assert [file.name for file in tmp_path.glob("*.*")] == ["mine.jsonl"]
+
+
+def test_without_any_text_the_command_says_so(vectors: FakeDaemon, run: Run, tmp_path: Path) -> None:
+    done = run("embed", "-o", str(tmp_path / "out.npy"), home=vectors.home, stdin=" \n")
+    assert done.returncode == Exit.USAGE
+    assert "The texts are empty" in done.stderr
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_vectors_of_two_models_do_not_come_into_one_file(
@@ -161,7 +178,10 @@ def test_vectors_of_two_models_do_not_come_into_one_file(
 def test_an_error_of_the_daemon_is_said_with_its_code(vectors: FakeDaemon, run: Run) -> None:
     error = {"error": {"message": "700 tokens.", "code": "context_length_exceeded", "hint": ""}}
     vectors.on("POST", EMBED, Reply(error, status=400))
-    assert run("embed", home=vectors.home, stdin="one").returncode == Exit.REFUSED
+    done = run("embed", "--lines", home=vectors.home, stdin="one\nthe longest of them\ntwo\n")
+    assert done.returncode == Exit.REFUSED
+    assert "The longest one is stdin:2" in done.stderr
+    assert "--truncate" in done.stderr
     vectors.on("POST", EMBED, Reply(stream=[data({"error": {"message": "It died.", "code": "engine_died"}})]))
     assert run("embed", home=vectors.home, stdin="one").returncode == Exit.FAILED
 

@@ -111,6 +111,65 @@ def test_a_fallback_says_where_it_went_on_and_why() -> None:
     assert "1.06 s planned, 3.30 s actual (+211 %)" in said
 
 
+VECTORS: dict[str, Any] = {
+    "id": "embd-dddd4444",
+    "at_s": 1_000_000.0,
+    "model": "all-minilm-l6-v2",
+    "prompt_tokens": 64_000,
+    "chosen": {"kind": "spread", "nodes": ["this", "studio"], "chosen": True},
+    "outcome": "spread",
+    "exactness": "exact",
+    "code": "peer_lost",
+    "reason": "mini: It went away.",
+    "took_s": 12.0,
+    "machine": "desk",
+    "summary": "12 s: reading. 1,000 texts (64,000 tokens), by 2 machines.",
+    "steps": [
+        {"name": "request", "machine": "desk", "end_s": 12.0, "seconds": 12.0},
+        {"name": "reading", "machine": "desk", "begin_s": 0.1, "end_s": 12.0, "seconds": 11.9, "parent": 0},
+        {"name": "computed", "machine": "desk", "begin_s": 0.1, "end_s": 12.0, "seconds": 11.0, "parent": 0},
+        {"name": "left to chats", "machine": "desk", "begin_s": 1, "end_s": 2, "seconds": 0.9, "parent": 0},
+        {"name": "computed", "machine": "studio", "begin_s": 3.1, "end_s": 12, "seconds": 8.0, "parent": 0},
+    ],
+    "texts": {
+        "route": "embeddings",
+        "texts": 1000,
+        "machines": [
+            {"name": "this", "parts": 4, "texts": 400, "tokens": 25_600, "computed_s": 11.0},
+            {
+                "name": "studio",
+                "parts": 6,
+                "texts": 600,
+                "tokens": 38_400,
+                "computed_s": 8.0,
+                "loaded_s": 3.0,
+            },
+            {"name": "mini", "code": "peer_lost", "reason": "It went away."},
+        ],
+    },
+}
+
+
+def test_a_request_for_vectors_says_which_machine_computed_how_much() -> None:
+    text = shown(VECTORS, 110)
+    assert "texts        1,000, 64,000 tokens" in text
+    assert "machines     this machine: 400 texts, 25,600 tokens in 4 parts, 11.0 s (2,327 a second)" in text
+    assert (
+        "studio: 600 texts, 38,400 tokens in 6 parts, 8.00 s (4,800 a second), loaded the model for" in text
+    )
+    assert "mini: 0 texts, then left out: It went away (peer_lost)" in text
+    assert "outcome      computed by several machines" in text
+    assert "took         12.0 s" in text
+    assert "first token" not in text
+    assert re.search(r"left to chats +desk +- +0.90 s", text)
+    assert re.search(r"computed +studio +- +8.00 s", text)
+    (_, row, why) = listed([VECTORS], None)
+    assert re.split("  +", row)[1:] == [
+        "dddd4444", "all-minilm-l6-v2", "64,000", "0", "spread: studio", "-", "12.0 s", "-", "spread",
+    ]  # fmt: skip
+    assert "peer_lost" in why
+
+
 def test_a_request_without_an_answer_has_no_time() -> None:
     said = shown(CANCELLED)
     assert "outcome      cancelled\nfirst token  1.92 s planned, - actual\n" in said

@@ -1,4 +1,4 @@
-"""The loop of a worker for vectors: bounded passes, turns, windows in order, cancels, and what fails."""
+"""The loop of a worker for vectors: bounded passes, turns, answers in order, cancels, and what fails."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Lengths:
             raise ArithmeticError("no")
         return [len(row.tokens).to_bytes(4, "little") for row in texts]
 
-    def report(self, asked: VectorRequest, first: int, results: Sequence[bytes]) -> TextsEmbedded:
-        return TextsEmbedded(asked.id, first, 1, b"".join(results), [])
+    def report(self, asked: VectorRequest, results: Sequence[bytes]) -> TextsEmbedded:
+        return TextsEmbedded(asked.id, 1, b"".join(results), [])
 
 
 class VectorBench:
@@ -62,7 +62,6 @@ class VectorBench:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> VectorBench:
-    monkeypatch.setattr(limits, "VECTOR_WINDOW", 4)
     monkeypatch.setattr(limits, "VECTOR_PASS_TOKENS", (64, 64))
     return VectorBench()
 
@@ -72,14 +71,14 @@ def test_a_pass_has_a_bounded_number_of_tokens_or_one_text(bench: VectorBench) -
     assert [bench.turn() for _ in range(3)] == [[100], [30, 30], [20]]
 
 
-def test_windows_are_told_in_order_and_whole(bench: VectorBench) -> None:
-    bench.ask("a", [10, 60, 20, 50, 7, 8])
+def test_an_answer_is_whole_and_in_the_order_of_the_texts(bench: VectorBench) -> None:
+    lengths = [10, 60, 20, 50, 7, 8]
+    bench.ask("a", lengths)
     while not isinstance(bench.said[-1] if bench.said else None, Finished):
         bench.turn()
-    accepted, first, second, finished = bench.of("a")
+    accepted, told, finished = bench.of("a")
     assert (accepted, finished.usage.prompt_tokens) == (Accepted("a", 155), 155)
-    assert (first.first, second.first) == (0, 4)
-    assert [int.from_bytes(first.vectors[at : at + 4], "little") for at in (0, 4, 8, 12)] == [10, 60, 20, 50]
+    assert [int.from_bytes(told.vectors[at : at + 4], "little") for at in range(0, 24, 4)] == lengths
     assert finished.reason == "stop"
 
 

@@ -55,20 +55,16 @@ async def events(pool: EnginePool, model: ModelFolder, request: EmbedTexts | Rer
         return [event async for event in told if not isinstance(event, Loading)]
 
 
-async def test_texts_are_embedded_in_their_order_window_by_window(
-    pool: EnginePool, embedder: ModelFolder
-) -> None:
-    texts = ["a" * (1 + 37 * index % 90) for index in range(limits.VECTOR_WINDOW + 10)]
-    accepted, first, second, finished = await events(pool, embedder, EmbedTexts("a", list(texts)))
+async def test_texts_are_embedded_in_their_order(pool: EnginePool, embedder: ModelFolder) -> None:
+    texts = ["a" * (1 + 37 * index % 90) for index in range(limits.VECTOR_PART_TEXTS)]
+    accepted, told, finished = await events(pool, embedder, EmbedTexts("a", list(texts)))
     assert isinstance(accepted, Accepted)
-    assert isinstance(first, TextsEmbedded)
-    assert isinstance(second, TextsEmbedded)
+    assert isinstance(told, TextsEmbedded)
     assert isinstance(finished, Finished)
-    assert (first.first, second.first) == (0, limits.VECTOR_WINDOW)
     tokens = [len(text) + 2 for text in texts]
-    assert first.tokens + second.tokens == tokens
+    assert told.tokens == tokens
     assert finished.usage.prompt_tokens == accepted.prompt_tokens == sum(tokens)
-    found = np.frombuffer(first.vectors + second.vectors, "<f4").reshape(len(texts), first.width)
+    found = np.frombuffer(told.vectors, "<f4").reshape(len(texts), told.width)
     # Texts of one length are the same text here.
     (alone,) = [e for e in await events(pool, embedder, EmbedTexts("b", [texts[5]])) if hasattr(e, "vectors")]
     assert np.allclose(found[5], np.frombuffer(alone.vectors, "<f4"), atol=1e-6)
@@ -124,7 +120,7 @@ REFUSED: list[tuple[EmbedTexts, type[Exception], str]] = [
     ),
     (EmbedTexts("a", [[9] * 129]), ContextLengthExceeded, "A text has 129 tokens"),
     (EmbedTexts("a", ["a" * 10_000_000]), ContextLengthExceeded, "10000000 characters"),
-    (EmbedTexts("a", ["x"] * 100_000), BadRequest, "100000 texts are more than 2048"),
+    (EmbedTexts("a", ["x"] * 100_000), BadRequest, "100000 texts are more than 256"),
     (EmbedTexts("a", [[9], [vector_models.VOCAB]]), InvalidValue, "A text has token 300"),
     (EmbedTexts("a", [[2**31 - 1]]), InvalidValue, "2147483647"),
     (EmbedTexts("a", [[]]), InvalidValue, "A text is empty"),
@@ -169,10 +165,10 @@ async def test_no_texts_are_an_answer_without_vectors(pool: EnginePool, embedder
 async def test_a_client_that_leaves_ends_its_texts_and_no_others(
     pool: EnginePool, embedder: ModelFolder
 ) -> None:
-    long = EmbedTexts("long", [[9] * 128] * limits.VECTOR_TEXTS)
+    long = EmbedTexts("long", [[9] * 128] * limits.VECTOR_PART_TEXTS)
     async with aclosing(pool.vectors(embedder, long)) as told:
         async for event in told:
-            if isinstance(event, TextsEmbedded):
+            if isinstance(event, Accepted):
                 break
     engine = pool.engine(embedder)
     assert engine is not None
@@ -182,24 +178,22 @@ async def test_a_client_that_leaves_ends_its_texts_and_no_others(
 
 
 async def test_a_short_request_is_not_behind_a_long_one(pool: EnginePool, embedder: ModelFolder) -> None:
-    long = EmbedTexts("long", [[9] * 128] * limits.VECTOR_TEXTS, background=True)
-    said: list[tuple[str, int]] = []
+    long = EmbedTexts("long", [[9] * 128] * limits.VECTOR_PART_TEXTS, background=True)
+    said: list[str] = []
     begun = asyncio.Event()
 
     async def read(request: EmbedTexts) -> None:
         async with aclosing(pool.vectors(embedder, request)) as told:
             async for event in told:
+                begun.set()
                 if isinstance(event, TextsEmbedded):
-                    said.append((request.id, event.first))
-                    begun.set()
+                    said.append(request.id)
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(read(long))
         await begun.wait()
         await read(EmbedTexts("short", ["x"]))
-    firsts = list(range(0, limits.VECTOR_TEXTS, limits.VECTOR_WINDOW))
-    assert [first for name, first in said if name == "long"] == firsts
-    assert said.index(("short", 0)) < said.index(("long", firsts[-1]))
+    assert said == ["short", "long"]
 
 
 async def test_a_model_for_vectors_counts_as_memory_and_makes_room(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from forked_programs import Programs
 from live_daemon import LiveDaemon
@@ -83,7 +84,8 @@ def test_coheres_library(pair: LiveFleet) -> None:
 
     alpha = pair["alpha"]
     every, _ = ranked(alpha, DOCUMENTS)
-    client = cohere.ClientV2(alpha.key, base_url=alpha.base_url.removesuffix("/v1"))
-    found = client.rerank(model=JUDGE, query=QUERY, documents=DOCUMENTS, top_n=5)
+    with httpx.Client() as http:
+        client = cohere.ClientV2(alpha.key, base_url=alpha.base_url.removesuffix("/v1"), httpx_client=http)
+        found = client.rerank(model=JUDGE, query=QUERY, documents=DOCUMENTS, top_n=5)
     assert [each.index for each in found.results] == [each["index"] for each in every[:5]]
     assert [each.relevance_score for each in found.results] == [each["relevance_score"] for each in every[:5]]

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import ollama
 import openai
+import psutil
 import pytest
 from forked_programs import Programs
 from live_daemon import FLEETCTL, LiveDaemon, until
@@ -103,6 +104,30 @@ def test_two_machines_give_the_bytes_of_one(loaded: LiveFleet, alone: list[bytes
     assert found == alone
 
 
+def test_a_trace_and_the_metrics_tell_who_computed_what(loaded: LiveFleet) -> None:
+    alpha = loaded["alpha"]
+    _, headers = embedded(alpha)
+    told = json.loads(_fleetctl(alpha, "trace", headers["x-fleet-request"], "--json"))
+    machines = {each["name"]: each for each in told["texts"]["machines"]}
+    assert set(machines) == {"this", "beta"}
+    assert sum(each["texts"] for each in machines.values()) == told["texts"]["texts"] == len(TEXTS)
+    assert sum(each["tokens"] for each in machines.values()) == told["prompt_tokens"]
+    assert all(0 < each["computed_s"] <= told["took_s"] for each in machines.values())
+    computed = {step["machine"] for step in told["steps"] if step["name"] == "computed"}
+    assert computed == {told["machine"], "beta"}
+    page = _fleetctl(alpha, "trace", headers["x-fleet-request"])
+    assert "beta: " in page
+    assert "computed by several machines · exact" in page
+    assert headers["x-fleet-request"][-8:] in _fleetctl(alpha, "trace")
+    # Of all requests so far; others before this one were counted too.
+    counted = [
+        line
+        for line in alpha.control("GET", "/metrics").splitlines()
+        if line.startswith("fleetd_texts_total")
+    ]
+    assert float(counted[0].rpartition(" ")[2]) >= len(TEXTS)
+
+
 def test_a_machine_without_the_model_asks_those_that_have_it(loaded: LiveFleet, alone: list[bytes]) -> None:
     found, headers = embedded(loaded["gamma"])
     assert headers["x-fleet-plan"].startswith(("spread; nodes=alpha,beta", "spread; nodes=beta,alpha"))
@@ -169,10 +194,31 @@ def test_a_text_in_a_batch_has_the_bytes_that_it_has_alone(loaded: LiveFleet, al
 def test_hostile_texts_are_refused_by_type_and_the_next_one_is_answered(
     loaded: LiveFleet, given: Any, code: str | None
 ) -> None:
-    status, _, reply = post(loaded["alpha"], "/v1/embeddings", {"model": MINILM, "input": given})
+    alpha = loaded["alpha"]
+    assert embedded(alpha, ["before"])[0]
+    before = held_bytes(alpha)
+    status, _, reply = post(alpha, "/v1/embeddings", {"model": MINILM, "input": given})
     assert status == 400
     assert code in (None, reply["error"]["code"])
-    assert embedded(loaded["alpha"], ["next"])[0]
+    assert embedded(alpha, ["next"])[0]
+    # Refused before anything is computed: what is left of a body of 10 MB is less than some copies of it.
+    assert held_bytes(alpha) - before < 64 << 20
+
+
+def held_bytes(daemon: LiveDaemon) -> int:
+    """Memory of a daemon and of its workers."""
+    process = psutil.Process(daemon.process.pid)
+    return sum(each.memory_info().rss for each in (process, *process.children(recursive=True)))
+
+
+@pytest.mark.parametrize("given", ["word " * 200_000, "\U0001f408" * 250_000, "a" * 1_000_000])
+def test_the_longest_texts_of_a_request_are_read_within_bounds(loaded: LiveFleet, given: str) -> None:
+    """Of each only so much is tokenized at once, and its end is left out."""
+    alpha = loaded["alpha"]
+    before = held_bytes(alpha)
+    found, _ = embedded(alpha, [given] * 8, truncate=True, local_only=True)
+    assert len(set(found)) == 1
+    assert held_bytes(alpha) - before < 512 << 20
 
 
 def test_what_can_be_read_is_read(loaded: LiveFleet) -> None:
@@ -274,6 +320,15 @@ told(by.embed_documents(texts), by.embed_query(texts[0]))
         """
 from llama_index.embeddings.openai import OpenAIEmbedding
 by = OpenAIEmbedding(model_name=model, api_base=os.environ["OPENAI_BASE_URL"])
+told(by.get_text_embedding_batch(texts), by.get_query_embedding(texts[0]))
+""",
+    ),
+    "llama-index, Ollama": (
+        "llama_index.embeddings.ollama",
+        """
+from llama_index.embeddings.ollama import OllamaEmbedding
+by = OllamaEmbedding(model_name=model, base_url=os.environ["OLLAMA_HOST"],
+                     client_kwargs={"headers": {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}})
 told(by.get_text_embedding_batch(texts), by.get_query_embedding(texts[0]))
 """,
     ),

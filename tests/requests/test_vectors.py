@@ -32,6 +32,7 @@ from vector_fakes import (
 )
 
 from fleetd import limits
+from fleetd.control.prefill_trace import MachineTexts, TextsWork, Trace
 from fleetd.engine.protocol import EmbedTexts, Finished, Loading, RerankTexts, TextsEmbedded, TextsReranked
 from fleetd.errors import (
     ContextLengthExceeded,
@@ -49,14 +50,16 @@ from fleetd.p2p.membership.cards import Card
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.members.members import Member, Members, SentRequests
+from fleetd.requests.metrics import Metrics
 from fleetd.requests.vectors import messages
-from fleetd.requests.vectors.job import TextsDone, VectorJob
-from fleetd.requests.vectors.machines import VectorMachines
+from fleetd.requests.vectors.job import MachineRun, TextsDone, VectorJob
+from fleetd.requests.vectors.machines import EncoderModel, VectorMachines
 from fleetd.requests.vectors.messages import VectorPart, texts_of
 from fleetd.requests.vectors.part_answer import PartAnswer, floats
 from fleetd.requests.vectors.parts import Unclaimed, VectorMachine, shares
+from fleetd.requests.vectors.record import VectorRecord
 from fleetd.requests.vectors.server import VectorServer
-from fleetd.requests.vectors.service import VectorService, _GivenPart
+from fleetd.requests.vectors.service import VectorService, _GivenPart, _Spread
 
 TEXTS = [f"text {n} " + "word " * (n % 40) for n in range(600)]
 WANTED = [vector(text) for text in TEXTS]
@@ -91,6 +94,8 @@ class Fleet:
     serve: Callable[[str, Any, bytes], Any] | None = None
     chatting: dict[str, bool] = field(default_factory=dict)
     draining: bool = False
+    metrics: Metrics = field(default_factory=lambda: Metrics("0"))
+    traces: list[Trace] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.own = card("here")
@@ -105,7 +110,10 @@ class Fleet:
             locator,
             self.machines,
             self.ledger,  # type: ignore[arg-type]
+            self.metrics,
             self._request,  # type: ignore[arg-type]
+            record=self.traces.append,
+            name="desk",
             draining=lambda: self.draining,
             failed=lambda node_id, error, model: self.members.failed(node_id, "vectors", error, model),
         )
@@ -251,11 +259,14 @@ def test_the_load_of_one_machine_is_no_other_machine_s() -> None:
     """A machine that had its model would count as having computed its part in no time."""
     service, job = Fleet().service, embed_job(TEXTS)
     loads, computes = (_GivenPart(machine(name), (0,), 1, begun_s=5.0) for name in "ab")
-    service._loads(job, loads, Loading("reading"))
-    service._loads(job, computes, None)
+    job.ran = {part.machine.node_id: MachineRun(part.machine, 5.0) for part in (loads, computes)}
+    spread = _Spread(job, VectorRecord(job, "desk", 0.0, 5.0), EncoderModel(MODEL), Unclaimed([]))
+    service._loads(spread, loads, Loading("reading"))
+    service._loads(spread, computes, None)
     assert computes.loaded_s is None
     assert job.loading is not None
-    service._loads(job, loads, None)
+    service._loads(spread, loads, None)
+    assert [run.loaded_s > 0 for run in job.ran.values()] == [True, False]
     assert loads.loaded_s is not None
     assert job.loading is None
 
@@ -333,7 +344,7 @@ async def test_a_client_that_leaves_ends_all_parts() -> None:
         assert fleet.pipes[0].cancelled
         await fleet.others["a"].left.wait()
     assert fleet.ledger.refunded.count("cancelled") == 2
-    assert fleet.service._open == 0
+    assert fleet.service.running() == []
 
 
 async def test_a_model_that_only_another_machine_has_is_asked_there() -> None:
@@ -392,11 +403,132 @@ async def test_a_load_is_told_and_its_time_is_no_speed() -> None:
 async def test_requests_beyond_the_limit_and_while_draining_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "VECTOR_JOBS", 0)
+    monkeypatch.setattr(limits, "VECTOR_JOBS_WAITING", -limits.VECTOR_JOBS)
     with pytest.raises(Overloaded):
         await Fleet().run(embed_job(TEXTS))
+    monkeypatch.undo()
+    monkeypatch.setattr(limits, "VECTOR_HELD_CHARS", 100)
+    fleet = Fleet(here=VectorPool(gate=asyncio.Event()))
+    assert fleet.here is not None
+    assert fleet.here.gate is not None
+    # One alone may be larger than what several may hold.
+    alone = asyncio.create_task(fleet.run(embed_job(TEXTS[:60])))
+    await fleet.here.begun.wait()
+    with pytest.raises(Overloaded, match="characters"):
+        await fleet.run(embed_job(TEXTS[:1]))
+    fleet.here.gate.set()
+    assert in_order(await alone) == WANTED[:60]
+    assert in_order(await fleet.run(embed_job(TEXTS[:1]))) == WANTED[:1]
     with pytest.raises(Draining):
         await Fleet(draining=True).run(embed_job(TEXTS))
+
+
+async def test_more_than_are_computed_at_once_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may ask for each text of a document by itself, for all of them at once."""
+    monkeypatch.setattr(limits, "VECTOR_JOBS", 3)
+    pool = VectorPool(gate=asyncio.Event())
+    fleet = Fleet(here=pool)
+    asked = [asyncio.create_task(fleet.run(embed_job([text]))) for text in TEXTS[:40]]
+    await pool.begun.wait()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert len(pool.asked) == 3
+    assert [each.stage for each in fleet.service.running()].count("") == 37
+    assert pool.gate is not None
+    pool.gate.set()
+    found = [in_order(await each) for each in asked]
+    assert [each for (each,) in found] == WANTED[:40]
+    assert fleet.service.running() == []
+
+
+# ---- what is written down ----------------------------------------------------------------------------------
+
+
+def scraped(fleet: Fleet, name: str) -> list[str]:
+    """The lines of a series."""
+    lines = fleet.metrics.render()[0].decode().splitlines()
+    return [line for line in lines if line.startswith(name)]
+
+
+async def test_a_trace_says_which_machine_computed_what() -> None:
+    fleet = Fleet(others={"a": VectorPool()})
+    job = embed_job(TEXTS, client="notes")
+    await fleet.run(job)
+    (trace,) = fleet.traces
+    assert (trace.id, trace.model, trace.outcome, trace.exactness) == ("v1", MODEL, "spread", job.exactness)
+    assert (trace.client, trace.machine, trace.chosen.kind) == ("notes", "desk", "spread")
+    assert set(trace.chosen.nodes) == {"this", "a"}
+    work = trace.texts
+    assert work is not None
+    assert (work.route, work.texts, trace.prompt_tokens) == ("embeddings", len(TEXTS), job.tokens)
+    assert {each.name for each in work.machines} == {"this", "a"}
+    assert sum(each.texts for each in work.machines) == len(TEXTS)
+    assert sum(each.tokens for each in work.machines) == job.tokens
+    assert all(each.parts and each.computed_s for each in work.machines)
+    computed = {step.machine: step for step in trace.steps if step.name == "computed"}
+    assert set(computed) == {"desk", "a"}
+    phases = [step for step in trace.steps[1:] if step.name in ("waiting", "loading", "reading")]
+    assert sum(step.seconds for step in phases) == pytest.approx(trace.took_s)
+    assert f"{len(TEXTS)} texts" in trace.summary
+    assert "by 2 machines" in trace.summary
+    assert scraped(fleet, "fleetd_texts_total") == [f'fleetd_texts_total{{model_name="{MODEL}"}} 600.0']
+    assert scraped(fleet, "fleetd_plan_total") == ['fleetd_plan_total{kind="spread",reason="only"} 1.0']
+    assert scraped(fleet, "vllm:request_success_total")[0].endswith(" 1.0")
+    assert scraped(fleet, "vllm:prompt_tokens_total")[0].endswith(f" {float(job.tokens)}")
+    # No prefix cache was asked.
+    assert scraped(fleet, "vllm:prefix_cache_queries_total") == []
+    assert scraped(fleet, "vllm:num_requests_running") == [
+        f'vllm:num_requests_running{{model_name="{MODEL}"}} 0.0'
+    ]
+
+
+async def test_a_trace_names_the_machine_that_failed_and_who_did_its_part() -> None:
+    fleet = Fleet(others={"a": VectorPool(trouble=EngineDied("It died."))})
+    await fleet.run(embed_job(TEXTS))
+    (trace,) = fleet.traces
+    assert (trace.outcome, trace.code) == ("local", "engine_died")
+    assert trace.texts is not None
+    lost = {each.name: each for each in trace.texts.machines}["a"]
+    assert (lost.texts, lost.code) == (0, "engine_died")
+    assert scraped(fleet, "fleetd_plan_total") == ['fleetd_plan_total{kind="local",reason="fallback"} 1.0']
+
+
+async def test_a_load_and_the_time_beside_a_chat_are_steps_of_their_own() -> None:
+    fleet = Fleet(here=VectorPool(loaded=False))
+    await fleet.run(embed_job(TEXTS[:2]))
+    steps = [step.name for step in fleet.traces[0].steps[1:]]
+    assert sorted(steps) == ["computed", "loaded", "loading", "reading", "waiting"]
+    beside = Fleet(chatting={THIS_NODE: True})
+    await beside.run(embed_job([text * 40 for text in TEXTS[:40]]))
+    (left,) = [step for step in beside.traces[0].steps if step.name == "left to chats"]
+    assert 0 < left.seconds <= beside.traces[0].took_s  # type: ignore[operator]
+
+
+async def test_a_request_that_fails_or_is_left_has_a_trace() -> None:
+    fleet = Fleet(here=None)
+    with pytest.raises(ModelNotFound):
+        await fleet.run(embed_job(TEXTS[:2]))
+    (trace,) = fleet.traces
+    assert (trace.outcome, trace.code, trace.texts) == (
+        "failed",
+        "model_not_found",
+        TextsWork("embeddings", 2),
+    )
+    assert trace.summary.startswith("Failed after")
+    assert scraped(fleet, "fleetd_request_failures_total")
+    pool = VectorPool(gate=asyncio.Event())
+    left = Fleet(here=pool, purpose="rerank")
+    asking = asyncio.create_task(left.run(rerank_job("q", ["a", "b"])))
+    await pool.begun.wait()
+    (shown,) = left.service.running()
+    assert (shown.route, shown.total, shown.done) == ("rerank", 2, 0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    (trace,) = left.traces
+    assert trace.outcome == "cancelled"
+    assert trace.texts == TextsWork("rerank", 2, [MachineTexts("this")])
+    assert "0 of 2 documents" in trace.summary
 
 
 @pytest.mark.parametrize("purpose", ["chat", "rerank"])
@@ -428,7 +560,7 @@ def lied(event: TextsEmbedded) -> list[TextsEmbedded]:
     """Answers that no honest machine gives."""
     nan = struct.pack("<f", math.nan) + event.vectors[4:]
     return [
-        replace(event, first=1),
+        replace(event, tokens=event.tokens[:1], vectors=event.vectors[: 4 * WIDTH]),
         replace(event, width=WIDTH + 1),
         replace(event, width=0),
         replace(event, vectors=event.vectors[:-1]),
@@ -451,11 +583,13 @@ def test_vectors_that_cannot_be_are_refused(lie: TextsEmbedded) -> None:
 def test_scores_are_those_of_the_documents() -> None:
     answer = PartAnswer(RerankTexts("v", "q", ["one", "two"]))
     with pytest.raises(ProtocolError):
-        answer.feed(TextsReranked("v", 0, [0.5], [3, 3]))
+        answer.feed(TextsReranked("v", [0.5], [3, 3]))
     with pytest.raises(ProtocolError):
         answer.feed(ONE)  # type: ignore[arg-type]
-    answer.feed(TextsReranked("v", 0, [0.5, 1.0], [3, 3]))
+    answer.feed(TextsReranked("v", [0.5, 1.0], [3, 3]))
     assert answer.whole
+    with pytest.raises(ProtocolError, match="twice"):
+        answer.feed(TextsReranked("v", [0.5, 1.0], [3, 3]))
 
 
 def test_floats_are_those_of_the_bytes() -> None:

@@ -48,20 +48,18 @@ def tokens(text: str | list[int]) -> int:
     return max(1, len(text) // 4) if isinstance(text, str) else len(text)
 
 
-def answers(request: TextsRequest, piece: int = 3) -> list[Event]:
-    """All events of a healthy answer, in pieces of at most so many texts."""
+def answers(request: TextsRequest) -> list[Event]:
+    """All events of a healthy answer."""
     texts = texts_of(request)
     found: list[Event] = [Accepted(request.id, sum(map(tokens, texts)))]
-    for first in range(0, len(texts), piece):
-        some = texts[first : first + piece]
-        counts = [tokens(text) for text in some]
-        if isinstance(request, EmbedTexts):
-            width = request.dimensions or WIDTH
-            vectors = b"".join(vector(text, width) for text in some)
-            found.append(TextsEmbedded(request.id, first, width, vectors, counts))
-        else:
-            scores = [score(request.query, str(text)) for text in some]
-            found.append(TextsReranked(request.id, first, scores, counts))
+    counts = [tokens(text) for text in texts]
+    if isinstance(request, EmbedTexts):
+        width = request.dimensions or WIDTH
+        vectors = b"".join(vector(text, width) for text in texts)
+        found.append(TextsEmbedded(request.id, width, vectors, counts))
+    else:
+        scores = [score(request.query, str(text)) for text in texts]
+        found.append(TextsReranked(request.id, scores, counts))
     return [*found, Finished(request.id, "stop")]
 
 

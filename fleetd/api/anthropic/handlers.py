@@ -15,7 +15,6 @@ from fleetd.api.generation.fields import decode
 from fleetd.api.http.body import json_answer, parse, read
 from fleetd.api.http.client_sessions import session_of
 from fleetd.api.http.context import SERVICES
-from fleetd.compression.policy import resolve
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
@@ -28,7 +27,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
         max_tokens=services.answer_tokens if body.max_tokens is None else body.max_tokens,
         parallel_tools=translate.parallel_tools(body),
         marked=translate.marks_cache(body),
-        smart=resolve(body.smart_prefill, services.smart_defaults, exact=body.exactness == "exact"),
+        smart=services.smart_policy(body.smart_prefill, body.exactness),
     )
     work = generate.GenerationRequest(
         options.id,

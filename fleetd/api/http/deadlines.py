@@ -5,7 +5,8 @@
                                                     └── first byte, then headers within HTTP_HEADERS_S
 
 When too many sockets are open, the oldest that never sent a token is closed first, then the oldest idle one.
-So a flood of silent sockets evicts only itself.
+So a flood of silent sockets evicts only itself. A client that opens many at once has a moment to send its
+token: Open WebUI asks for the vectors of all pieces of a document at once, with a connection for each.
 Deadlines for the body are in body.py, where it is read.
 """
 
@@ -48,16 +49,19 @@ class Connections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def admit(self, new: BoundedConnection) -> bool:
-        """Make room for a new connection; False if every open one is busy."""
+    def admit(self, new: BoundedConnection, now_s: float) -> bool:
+        """Make room for a new connection; False if every open one is busy. ``now_s``: by the loop's clock."""
         unknown = [each for each in self._open if not each.known]
-        if not new.known and len(unknown) >= self._caps.http_unknown:
-            self._evict(unknown[0])
+        if not new.known:
+            late = now_s - limits.HTTP_TOKEN_S
+            for each in unknown[: max(0, len(unknown) + 1 - self._caps.http_unknown)]:
+                if each.since_s <= late:
+                    self._evict(each)
         if len(self._open) >= min(self._caps.http, limits.HTTP_CONNECTIONS):
-            idle = next((each for each in self._open if not each.busy), None)
-            if idle is None:
+            idle = [each for each in self._open if not each.busy]
+            if not idle:
                 return False
-            self._evict(idle)
+            self._evict(min(idle, key=lambda each: each.known))
         self._open[new] = None
         return True
 
@@ -81,6 +85,8 @@ class BoundedConnection(web.RequestHandler):
         self.needs_token = manager.needs_token
         self.known = manager.trusted
         self.busy = False
+        # When it was opened, by the loop's clock.
+        self.since_s = 0.0
         self._connections = manager.tracked
         self._dialect = manager.dialect
         self._deadline: asyncio.TimerHandle | None = None
@@ -105,7 +111,8 @@ class BoundedConnection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if not self._connections.admit(self):
+        self.since_s = asyncio.get_running_loop().time()
+        if not self._connections.admit(self, self.since_s):
             error = FleetError("Too many connections are open.", hint="Close some, or retry.")
             body = msgspec.json.encode(self._dialect.error(error))
             if self.transport is not None:

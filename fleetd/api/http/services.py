@@ -11,7 +11,7 @@ from fleetd.api.http.disabled_fleet import DisabledFleet
 from fleetd.api.http.page_sessions import PageSessions
 from fleetd.api.kept_answers import KeptAnswers
 from fleetd.cache.service import DiskCache
-from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.compression.policy import SmartPrefillBody, SmartPrefillPolicy, resolve
 from fleetd.control.cache_report import MachineFetches
 from fleetd.control.daemon_status import DaemonStatus, HardwareReading
 from fleetd.control.fleet_change import RunningRequest
@@ -107,6 +107,17 @@ class Services(msgspec.Struct, frozen=True):
     kept_responses: KeptAnswers[Any, Any] = msgspec.field(default_factory=KeptAnswers)
     #: One object for each listener to events.
     listeners: set[object] = msgspec.field(default_factory=set)
+
+    def smart_policy(
+        self, wanted: bool | SmartPrefillBody | None, exactness: Literal["exact", "equivalent"] | None
+    ) -> SmartPrefillPolicy | None:
+        """How the prompt of a request is shortened; None if it is read whole. Raises InvalidValue.
+
+        Args:
+            wanted: what the request says of smart prefill; None leaves it to the settings.
+            exactness: what it says of that.
+        """
+        return resolve(wanted, self.smart_defaults, exact=exactness == "exact")
 
     @property
     def operations(self) -> ModelOperations:

@@ -17,7 +17,6 @@ from fleetd.api.ollama.bodies import OllamaBody, OllamaChatBody, OllamaGenerateB
 from fleetd.api.ollama.objects import OllamaFigures
 from fleetd.api.ollama.render import OllamaReplyOptions, OllamaStream, OllamaWhole, reply
 from fleetd.api.ollama.residency import keep
-from fleetd.compression.policy import resolve
 from fleetd.engine.protocol import Generate
 
 _NS = 1_000_000_000
@@ -80,7 +79,7 @@ def _options(request: web.Request, body: OllamaBody, *, chat: bool) -> OllamaRep
         chat=chat,
         began=datetime.now(UTC),
         elapsed_s=lambda: time.monotonic() - began_s,
-        smart=resolve(None, request.app[SERVICES].smart_defaults, exact=body.exactness == "exact"),
+        smart=request.app[SERVICES].smart_policy(None, body.exactness),
     )
 
 

@@ -22,6 +22,7 @@ from fleetd.api.generation.fields import ExactnessField, LocalOnly, Positive, de
 from fleetd.api.http import body as http_body
 from fleetd.api.http.http_stream import HttpStream
 from fleetd.api.vectors import answering
+from fleetd.api.vectors.answering import Instruction
 from fleetd.engine.protocol import EmbedTexts, Loading
 from fleetd.errors import InvalidValue
 from fleetd.requests.vectors.job import TextsDone, VectorJob
@@ -41,8 +42,8 @@ class EmbeddingsBody(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="One text or several, each as a string or as token ids."),
     ]
     encoding_format: Annotated[
-        Literal["float", "base64"], Meta(description="`base64`: float32, little endian.")
-    ] = "float"
+        Literal["float", "base64"] | None, Meta(description="`base64`: float32, little endian.")
+    ] = None
     dimensions: Annotated[
         Positive | None, Meta(description="The first numbers of each vector, made one unit long again.")
     ] = None
@@ -50,12 +51,10 @@ class EmbeddingsBody(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(description="`query` or `document`, for models that put other words before each."),
     ] = None
-    instruction: Annotated[
-        str, Meta(max_length=limits.VECTOR_TEXT_CHARS, description="In place of the model's own words.")
-    ] = ""
+    instruction: Instruction | None = None
     truncate: Annotated[
-        bool, Meta(description="Leave out the end of a text that is too long, instead of refusing it.")
-    ] = False
+        bool | None, Meta(description="Leave out the end of a text that is too long, instead of refusing it.")
+    ] = None
     stream: Annotated[bool | None, Meta(description="Send each part as soon as it is computed.")] = None
     local_only: LocalOnly = None
     exactness: ExactnessField = None
@@ -109,15 +108,15 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
         texts,
         kind=answering.kind_of(body.input_type, "input_type"),
         dimensions=body.dimensions,
-        instruction=body.instruction,
-        truncate=body.truncate,
+        instruction=body.instruction or "",
+        truncate=bool(body.truncate),
     )
     job = answering.job(request, work_id, body.model, work, body.local_only, body.exactness)
     if body.stream:
-        return await _streamed(request, job, body.encoding_format)
+        return await _streamed(request, job, body.encoding_format or "float")
     found = await answering.whole(request, job)
     usage = EmbeddingsUsage(job.tokens, job.tokens)
-    data = await asyncio.to_thread(_embeddings, range(len(texts)), found, body.encoding_format)
+    data = await asyncio.to_thread(_embeddings, range(len(texts)), found, body.encoding_format or "float")
     return await asyncio.to_thread(
         http_body.json_answer, EmbeddingList(data, job.name, usage), headers=answering.headers(job)
     )

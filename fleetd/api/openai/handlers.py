@@ -16,7 +16,6 @@ from fleetd.api.http.client_sessions import session_of
 from fleetd.api.http.context import SERVICES
 from fleetd.api.openai import bodies, translate
 from fleetd.api.openai.render import ChatStream, ChatWhole, ReplyOptions, TextStream, TextWhole
-from fleetd.compression.policy import resolve
 from fleetd.engine.protocol import Generate
 
 
@@ -65,7 +64,7 @@ def _options(request: web.Request, prefix: str, body: bodies.Common) -> ReplyOpt
         model=services.names.answered(body.model),
         fingerprint=f"fleetd-{services.version}",
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        smart=resolve(body.smart_prefill, services.smart_defaults, exact=body.exactness == "exact"),
+        smart=services.smart_policy(body.smart_prefill, body.exactness),
     )
 
 

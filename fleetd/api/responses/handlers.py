@@ -22,7 +22,6 @@ from fleetd.api.responses.bodies import InputItem, ResponsesBody
 from fleetd.api.responses.objects import InputTokenCount, ReasoningConfig, Response, ResponseText
 from fleetd.api.responses.render import ResponseOptions, ResponseStream, ResponseWhole
 from fleetd.api.responses.translate import Translated, translate
-from fleetd.compression.policy import resolve
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
@@ -37,7 +36,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
         response=_begun(body, asked, name, services.names.answered(body.model)),
         tools=asked.tools,
         carry=asked.carry,
-        smart=resolve(body.smart_prefill, services.smart_defaults, exact=body.exactness == "exact"),
+        smart=services.smart_policy(body.smart_prefill, body.exactness),
     )
     if options.response.store:
         client = client_of(request)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from typing import Annotated
 from urllib.parse import quote
 
 from aiohttp import web
+from msgspec import Meta
 
 from fleetd import limits
 from fleetd.api.http import token
+from fleetd.api.http.client_name import client_name
 from fleetd.api.http.context import SERVICES
 from fleetd.engine.protocol import Loading, TextKind
 from fleetd.errors import Draining, InvalidValue
@@ -20,6 +23,11 @@ from fleetd.requests.job import Exactness
 from fleetd.requests.vectors.job import TextsDone, VectorJob
 from fleetd.requests.vectors.messages import TextsRequest, texts_of
 from fleetd.requests.vectors.part_answer import Found
+
+#: What a model is told to do with texts.
+Instruction = Annotated[
+    str, Meta(max_length=limits.VECTOR_TEXT_CHARS, description="In place of the model's own words.")
+]
 
 #: What clients call the two kinds of texts, lower case: Cohere's, Voyage's, Jina's and NVIDIA's words.
 KINDS: Mapping[str, TextKind] = {
@@ -44,7 +52,7 @@ def job(
 ) -> VectorJob:
     """The job of a request; what it does not say about exactness is as the settings have it."""
     exact = (exactness or request.app[SERVICES].exactness) == "exact"
-    return VectorJob(work_id, model, work, bool(local_only), exact)
+    return VectorJob(work_id, model, work, bool(local_only), exact, client_name(request))
 
 
 def run(request: web.Request, job: VectorJob) -> AsyncGenerator[Loading | TextsDone, None]:

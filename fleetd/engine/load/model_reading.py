@@ -92,12 +92,7 @@ class ReadModel(msgspec.Struct, frozen=True):
 
     @property
     def dtype(self) -> str:
-        """The type of most of the weights, by their bytes."""
-        counts: dict[str, int] = {}
-        for _, array in tree_flatten(self.model.parameters()):
-            name = str(array.dtype).removeprefix("mlx.core.")
-            counts[name] = counts.get(name, 0) + array.nbytes
-        return max(counts, key=lambda name: counts[name])
+        return dtype_of(self.model)
 
 
 def pick_device(wanted: str) -> Device:
@@ -395,19 +390,34 @@ def _sized(part: Any) -> bool:
     return type(kind_of(part)) is not StateKind or hasattr(part, "keys")
 
 
-@over_files("The size of the vocabulary cannot be found")
-def _vocab_size(model: Any) -> int:
-    """How many token ids the model can take and gives.
+def dtype_of(model: nn.Module) -> str:
+    """The type of most of the weights, by their bytes."""
+    counts: dict[str, int] = {}
+    for _, array in tree_flatten(model.parameters()):
+        name = str(array.dtype).removeprefix("mlx.core.")
+        counts[name] = counts.get(name, 0) + array.nbytes
+    return max(counts, key=lambda name: counts[name])
+
+
+def known_tokens(model: nn.Module) -> int:
+    """How many token ids the model has rows for; 0 if it has no table of them.
 
     By what was built: a config may say other numbers of its text part, and reading a row behind the table of
     embeddings ends the process.
     """
-    tables = [
+    tables = (
         packed_layers.table_rows(module)
         for name, module in model.named_modules()
         if isinstance(module, packed_layers.TABLES) and name.split(".")[-1] in TOKEN_TABLES
-    ]
+    )
+    return max(tables, default=0)
+
+
+@over_files("The size of the vocabulary cannot be found")
+def _vocab_size(model: Any) -> int:
+    """How many token ids the model can take and gives."""
+    rows = known_tokens(model)
     # Only its shape is looked at, so that nothing is computed.
     with unread_logits():
         logits = int(model(mx.array([[0]])).shape[-1])
-    return min(logits, max(tables, default=logits))
+    return min(logits, rows or logits)

@@ -182,8 +182,8 @@ class TextReader:
 
 
 def _check_count(count: int, what: str, param: str) -> None:
-    if count > limits.VECTOR_TEXTS:
-        raise BadRequest(f"{count} {what} are more than {limits.VECTOR_TEXTS}.", param=param)
+    if count > limits.VECTOR_PART_TEXTS:
+        raise BadRequest(f"{count} {what} are more than {limits.VECTOR_PART_TEXTS}.", param=param)
 
 
 def _bounded(text: str, truncate: bool) -> str:

@@ -11,14 +11,16 @@ import msgspec
 
 from fleetd import limits
 from fleetd.control.model_facts import MeasuredSpeed, ModelShape
-from fleetd.engine.cpu.packed_layers import table_rows, weights_bytes
+from fleetd.engine.cpu.packed_layers import weights_bytes
 from fleetd.engine.failures import over_files
 from fleetd.engine.load.load_findings import versions
 from fleetd.engine.load.model_reading import (
     Device,
     HeldWeights,
     context_tokens,
+    dtype_of,
     keep_weights,
+    known_tokens,
     little_besides,
     memory_budget,
     verified_config,
@@ -63,7 +65,7 @@ def load_vectors(
         module = lazy_module(place, config, settings.purpose, how)
         longest = longest_text(path, config, context_tokens(config))
         with over_files(f"The model in {path.name} cannot be used"):
-            vocab_size = _vocab_size(module)
+            vocab_size = known_tokens(module)
             reader = TextReader.of(place, vocab_size, longest)
             model = _model(settings, module, reader, how, config)
         admit_weights(settings.name, weights.bytes_of(module, tied=False), room)
@@ -75,7 +77,7 @@ def load_vectors(
         architecture=str(config["model_type"]),
         weights_bytes=weights_bytes(module),
         context_tokens=longest,
-        dtype=_dtype(module),
+        dtype=dtype_of(module),
         layers=int(config["num_hidden_layers"]),
         cpu_arithmetic=weights.arithmetic,
         unshareable="It reads texts, and writes none.",
@@ -123,21 +125,6 @@ def _model(
         return Reranker(module=module, reader=reader, head=module.head, frame=None)
     head = YesNoHead(yes_no_rows(module, (reader.token("yes"), reader.token("no"))))
     return Reranker(module=module, reader=reader, head=head, frame=reader.frame(*FRAME))
-
-
-def _vocab_size(module: VectorModule) -> int:
-    """How many token ids the model has rows for: reading behind the table ends the process."""
-    names = ("word_embeddings", "tok_embeddings", "embed_tokens")
-    return next(
-        int(table_rows(part)) for name, part in module.named_modules() if name.rpartition(".")[2] in names
-    )
-
-
-def _dtype(module: VectorModule) -> str:
-    from mlx.utils import tree_flatten
-
-    largest = max((array for _, array in tree_flatten(module.parameters())), key=lambda array: array.nbytes)
-    return str(largest.dtype).removeprefix("mlx.core.")
 
 
 @over_files("The model cannot compute anything", RuntimeError)

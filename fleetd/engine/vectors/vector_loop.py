@@ -1,6 +1,6 @@
 """The loop of a worker for vectors: requests in, a pass over some of their texts per turn, vectors out.
 
-    read request ──► task: windows of texts ──► passes of several tasks' texts ──► a message for each window
+    read request ──► task: its texts by length ──► passes of several tasks' texts ──► one message a task
 
 A pass takes texts of all requests in turn, up to as many tokens as the load has measured to be quick: so a
 cancel, and a request with one short text, never wait for more than one pass. Requests in the background are
@@ -38,20 +38,13 @@ Item = VectorRequest | Cancel | FreeMemory | object
 
 
 class VectorTask:
-    """A request's texts, window by window: those of one are sorted by length, and told together."""
+    """A request's texts, sorted by length, and what came of them."""
 
     def __init__(self, asked: VectorRequest) -> None:
         self.asked = asked
-        self.first = 0
-        self._open_window()
-
-    def _open_window(self) -> None:
-        end = min(self.first + limits.VECTOR_WINDOW, len(self.asked.rows))
-        lengths = {index: len(self.asked.rows[index].tokens) for index in range(self.first, end)}
         # Longest last, where the next ones are taken from: the passes at the end are the small ones.
-        self.pending = sorted(lengths, key=lambda index: lengths[index])
-        self.results: dict[int, bytes] = {}
-        self.end = end
+        self.pending = sorted(range(len(asked.rows)), key=self.length)
+        self._results: dict[int, bytes] = {}
 
     @property
     def id(self) -> str:
@@ -59,10 +52,15 @@ class VectorTask:
 
     @property
     def is_over(self) -> bool:
-        return self.first == len(self.asked.rows)
+        return len(self._results) == len(self.asked.rows)
+
+    @property
+    def results(self) -> list[bytes]:
+        """In the order of the texts, once it is over."""
+        return [self._results[index] for index in range(len(self.asked.rows))]
 
     def take_texts(self, most_tokens: int) -> list[int]:
-        """The longest texts left in the window that have no more tokens together."""
+        """The longest texts left that have no more tokens together."""
         taken: list[int] = []
         while self.pending and (most_tokens := most_tokens - self.length(self.pending[-1])) >= 0:
             taken.append(self.pending.pop())
@@ -75,15 +73,9 @@ class VectorTask:
     def length(self, index: int) -> int:
         return len(self.asked.rows[index].tokens)
 
-    def put(self, index: int, result: bytes) -> tuple[int, list[bytes]] | None:
-        """Keep what came of a text. Returns the window that this fills: its first text, and its results."""
-        self.results[index] = result
-        if len(self.results) < self.end - self.first:
-            return None
-        told = self.first, [self.results[each] for each in range(self.first, self.end)]
-        self.first = self.end
-        self._open_window()
-        return told
+    def put(self, index: int, result: bytes) -> None:
+        """Keep what came of a text."""
+        self._results[index] = result
 
 
 @dataclass(kw_only=True)
@@ -156,7 +148,8 @@ class VectorLoop:
                 self.emit(Accepted(item.id, item.tokens))
                 task = VectorTask(item)
                 self._tasks.append(task)
-                self._end_if_over(task)
+                if task.is_over:
+                    self._end(task)
             case Cancel(request_id):
                 for task in [task for task in self._tasks if task.id == request_id]:
                     self._tasks.remove(task)
@@ -183,9 +176,10 @@ class VectorLoop:
         pace = sum(len(row.tokens) for row in rows) / max(time.perf_counter() - begun, 1e-6)
         self.tokens_per_s += _LEARNED * (pace - self.tokens_per_s)
         for (task, index), result in zip(texts, results, strict=True):
-            if (told := task.put(index, result)) is not None:
-                self.emit(self.model.report(task.asked, *told))
-                self._end_if_over(task)
+            task.put(index, result)
+            if task.is_over:
+                self.emit(self.model.report(task.asked, task.results))
+                self._end(task)
 
     @property
     def pass_tokens(self) -> int:
@@ -206,7 +200,6 @@ class VectorLoop:
         self._tasks.append(urgent[0])
         return sorted(found, key=lambda pair: pair[0].length(pair[1]))
 
-    def _end_if_over(self, task: VectorTask) -> None:
-        if task.is_over:
-            self._tasks.remove(task)
-            self.emit(Finished(task.id, "stop", Usage(prompt_tokens=task.asked.tokens)))
+    def _end(self, task: VectorTask) -> None:
+        self._tasks.remove(task)
+        self.emit(Finished(task.id, "stop", Usage(prompt_tokens=task.asked.tokens)))

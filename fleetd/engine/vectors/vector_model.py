@@ -55,10 +55,8 @@ class VectorModel:
         """What is told of each text of a pass, the shorter ones first: it depends on that text alone."""
         raise NotImplementedError
 
-    def report(
-        self, asked: VectorRequest, first: int, results: Sequence[bytes]
-    ) -> TextsEmbedded | TextsReranked:
-        """The message of consecutive texts from ``first`` on."""
+    def report(self, asked: VectorRequest, results: Sequence[bytes]) -> TextsEmbedded | TextsReranked:
+        """The message that answers a request."""
         raise NotImplementedError
 
 
@@ -98,12 +96,12 @@ class Embedder(VectorModel):
             vectors = one_long(vectors)
         return [little_endian(vector) for vector in vectors]
 
-    def report(self, asked: VectorRequest, first: int, results: Sequence[bytes]) -> TextsEmbedded:
+    def report(self, asked: VectorRequest, results: Sequence[bytes]) -> TextsEmbedded:
         wanted = asked.request.dimensions if isinstance(asked.request, EmbedTexts) else None
         if wanted is not None and wanted < self.width:
             results = [shortened(each, wanted, normalized=self.recipe.normalized) for each in results]
-        tokens = [len(row.tokens) for row in asked.rows[first : first + len(results)]]
-        return TextsEmbedded(asked.id, first, wanted or self.width, b"".join(results), tokens)
+        tokens = [len(row.tokens) for row in asked.rows]
+        return TextsEmbedded(asked.id, wanted or self.width, b"".join(results), tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +129,10 @@ class Reranker(VectorModel):
         logits = self.head(self.module(group), group)
         return [np.float64(score).tobytes() for score in sigmoid(logits)]
 
-    def report(self, asked: VectorRequest, first: int, results: Sequence[bytes]) -> TextsReranked:
+    def report(self, asked: VectorRequest, results: Sequence[bytes]) -> TextsReranked:
         scores = [float(np.frombuffer(each, np.float64)[0]) for each in results]
-        tokens = [len(row.tokens) for row in asked.rows[first : first + len(results)]]
-        return TextsReranked(asked.id, first, scores, tokens)
+        tokens = [len(row.tokens) for row in asked.rows]
+        return TextsReranked(asked.id, scores, tokens)
 
 
 # The question that Qwen3-Reranker was trained with: in other words its answers are close to chance.

@@ -39,6 +39,8 @@ SCORED: Final = "scored"
 PREFILLED: Final = "prefilled"
 # Measured only, of every answer: all but its first token were decoded.
 ANSWERED: Final = "decoded"
+# Measured only, of requests for vectors: machines were left to their chats.
+LEFT_TO_CHATS: Final = "left to chats"
 # Measured only: a drafter drafted.
 DRAFTED: Final = "drafted"
 # Predicted and measured: what is left of the time that this machine waits for another one.

@@ -11,12 +11,14 @@ import msgspec
 from fleetd import limits
 from fleetd.control.model_facts import ModelPurpose
 from fleetd.engine.protocol import EmbedTexts, Loading
+from fleetd.errors import FleetError
 from fleetd.requests.job import CHARS_PER_TOKEN, THIS_NAME, Exactness
 from fleetd.requests.vectors.messages import TextsRequest, texts_of
 from fleetd.requests.vectors.part_answer import Found
 from fleetd.requests.vectors.parts import VectorMachine
 
 VectorRoute = Literal["embeddings", "rerank"]
+VectorPlan = Literal["local", "remote", "spread"]
 
 
 class TextsDone(msgspec.Struct, frozen=True):
@@ -28,18 +30,28 @@ class TextsDone(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class MachineRun:
-    """What one machine has computed of a request."""
+    """What one machine has computed of a request. Times are monotonic seconds."""
 
     machine: VectorMachine
+    # When its first part began, and when the last one ended.
+    began_s: float
+    ended_s: float = 0.0
+    parts: int = 0
     texts: int = 0
     tokens: int = 0
+    # From a part's begin to its answer, all parts together, without a load; and the load.
+    computed_s: float = 0.0
+    loaded_s: float = 0.0
+    # Why it is asked no more; None if it is.
+    lost: FleetError | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class VectorJob:
     """``request`` has all texts; machines are asked for parts of it. ``model``: as the client named it.
 
-    ``exact``: all parts are computed by machines of one kind.
+    ``exact``: all parts are computed by machines of one kind. ``client``: the program that asks, as it calls
+    itself; "" if unknown.
     """
 
     id: str
@@ -47,10 +59,11 @@ class VectorJob:
     request: TextsRequest
     local_only: bool = False
     exact: bool = False
+    client: str = ""
     # The model's canonical name, and the width of its vectors; "" and 0 until they are known.
     name: str = ""
     width: int = 0
-    # By node id, in the order in which machines began.
+    # By node id: those that have computed something in the order in which they did, and those that began.
     ran: dict[str, MachineRun] = field(default_factory=dict)
     # Seconds until the first machine had the model loaded, if that was not before.
     load_s: float = 0.0
@@ -67,21 +80,48 @@ class VectorJob:
         return "embeddings" if isinstance(self.request, EmbedTexts) else "rerank"
 
     @property
+    def finished(self) -> list[MachineRun]:
+        """Of the machines that have computed some of it."""
+        return [run for run in self.ran.values() if run.texts]
+
+    @property
+    def lost(self) -> list[MachineRun]:
+        """Of the machines that failed it."""
+        return [run for run in self.ran.values() if run.lost is not None]
+
+    @property
+    def nodes(self) -> list[str]:
+        """Names of the machines that have computed some of it; this one if none has."""
+        return [run.machine.name for run in self.finished] or [THIS_NAME]
+
+    @property
+    def kind(self) -> VectorPlan:
+        return "spread" if len(self.nodes) > 1 else "local" if self.nodes == [THIS_NAME] else "remote"
+
+    @property
     def plan(self) -> str:
-        """Where it ran, as the header X-Fleet-Plan says it: ``local``, ``remote`` or ``spread``."""
-        names = [run.machine.name for run in self.ran.values() if run.texts]
-        kind = "spread" if len(names) > 1 else "local" if names in ([], [THIS_NAME]) else "remote"
-        return f"{kind}; nodes={','.join(names or [THIS_NAME])}"
+        """Where it ran, as the header X-Fleet-Plan says it."""
+        return f"{self.kind}; nodes={','.join(self.nodes)}"
 
     @property
     def exactness(self) -> Exactness:
         """``exact`` if one machine could have computed all of it with the same bytes."""
-        return "exact" if len({run.machine.kind for run in self.ran.values()}) <= 1 else "equivalent"
+        return "exact" if len({run.machine.kind for run in self.finished}) <= 1 else "equivalent"
+
+    @property
+    def done(self) -> int:
+        """How many texts have their vector or score."""
+        return sum(run.texts for run in self.ran.values())
 
     @property
     def tokens(self) -> int:
         """Computed so far."""
         return sum(run.tokens for run in self.ran.values())
+
+    @property
+    def held(self) -> int:
+        """Characters and token ids of its texts."""
+        return sum(map(len, texts_of(self.request)))
 
     def estimated_tokens(self) -> list[int]:
         """An estimate for each text, before any tokenizer has seen it."""

@@ -1,7 +1,7 @@
 """How texts are sent to another machine for their vectors or scores: one request on a session.
 
     → VECTORS   VectorPart                        the model's digest, the texts
-    ← (b"" | Loading | TextsEmbedded | TextsReranked)*, Finished
+    ← (b"" | Loading)*, TextsEmbedded | TextsReranked, Finished
 
 An empty message says that the work waits or goes on; errors and cancellation are the stream's own. Messages
 are bounded before they are decoded, and answers are checked by ``part_answer``.

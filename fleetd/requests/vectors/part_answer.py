@@ -1,4 +1,4 @@
-"""What a machine answers for a part: checked piece by piece. Sans-IO."""
+"""What a machine answers for a part: checked. Sans-IO."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ class PartAnswer:
 
     @property
     def whole(self) -> bool:
+        """True once the answer has come."""
         return len(self.found) == self._count
 
     def feed(self, event: TextsEmbedded | TextsReranked) -> None:
         """Raises ProtocolError for what cannot be the answer to this part."""
         if isinstance(event, TextsEmbedded) is not self._embeds:
             raise ProtocolError("Vectors came for scores, or scores for vectors.")
-        if event.first != len(self.found) or not event.tokens:
-            raise ProtocolError(f"Vectors came from text {event.first} on, after {len(self.found)}.")
-        if len(self.found) + len(event.tokens) > self._count:
-            raise ProtocolError(f"Vectors of more than {self._count} texts came.")
+        if self.found:
+            raise ProtocolError("Vectors came twice.")
+        if len(event.tokens) != self._count:
+            raise ProtocolError(f"Vectors of {len(event.tokens)} texts came, not of {self._count}.")
         if isinstance(event, TextsEmbedded):
             self._take_vectors(event)
         else:

@@ -1,7 +1,7 @@
 """Computes the vectors or scores of one request on all machines that are worth it.
 
-    located ─► reserved ─► parts: machine 1: part, part, … ─┐
-                                  machine 2: part, …       ─┴─► checked, as they come ─► settled
+    its turn ─► located ─► reserved ─► parts: machine 1: part, part, … ─┐
+                                              machine 2: part, …       ─┴─► checked, as they come ─► settled
 
 A part of a machine that fails, leaves or sends what cannot be goes to another one. A machine that answers a
 chat gets a part only if no other is there, then a small one, and then rests. Leaving the generator at any
@@ -14,11 +14,13 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 
 from fleetd import limits
+from fleetd.control.fleet_change import RunningRequest
+from fleetd.control.prefill_trace import Trace
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Finished, Loading, TextsEmbedded, TextsReranked, Timings, Usage
 from fleetd.errors import BadRequest, Draining, FleetError, ModelError, NoMachine, Overloaded, ProtocolError
@@ -30,6 +32,7 @@ from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.ledger import Ledger, Reservation
 from fleetd.requests.model_locator import ModelLocator
+from fleetd.requests.ports import MetricsPort
 from fleetd.requests.remote.peer_stream import next_message, said_by
 from fleetd.requests.vectors import messages
 from fleetd.requests.vectors.job import MachineRun, TextsDone, VectorJob
@@ -37,6 +40,7 @@ from fleetd.requests.vectors.machines import EncoderModel, VectorMachines
 from fleetd.requests.vectors.messages import TextsRequest, VectorPart, texts_of
 from fleetd.requests.vectors.part_answer import PartAnswer
 from fleetd.requests.vectors.parts import Share, Unclaimed, VectorMachine, shares
+from fleetd.requests.vectors.record import VectorRecord
 
 log = get_logger("fleetd.requests.vectors")
 
@@ -65,6 +69,7 @@ class _Spread:
     again."""
 
     job: VectorJob
+    record: VectorRecord
     model: EncoderModel
     unclaimed: Unclaimed
     lost: dict[str, FleetError] = field(default_factory=dict)
@@ -88,6 +93,8 @@ class VectorService:
     """Args:
     request: begins a request at another machine: its id, a method and a body; None without a fleet.
     draining: True once the daemon is stopping.
+    record: keeps the trace of a job that has ended (``traces.Traces.record``).
+    name: of this machine.
     """
 
     def __init__(
@@ -96,8 +103,11 @@ class VectorService:
         locator: ModelLocator,
         machines: VectorMachines,
         ledger: Ledger,
+        metrics: MetricsPort,
         request: Callable[[str, str, bytes], PeerStream] | None = None,
         *,
+        record: Callable[[Trace], None] = lambda trace: None,
+        name: str = THIS_NAME,
         draining: Callable[[], bool] = lambda: False,
         failed: Callable[[str, FleetError, str], None] = lambda node_id, error, model: None,
         succeeded: Callable[[str, str], None] = lambda node_id, model: None,
@@ -108,62 +118,107 @@ class VectorService:
         self._locator = locator
         self._machines = machines
         self._ledger = ledger
+        self._metrics = metrics
         self._request = request
+        self._keep = record
+        self._name = name
         self._draining = draining
         self._failed = failed
         self._succeeded = succeeded
         self._monotonic = monotonic
         self._now = now
-        self._open = 0
+        # All that have not ended, what they hold, and the turns of those that are at work.
+        self._open: dict[VectorJob, VectorRecord] = {}
+        self._held = 0
+        self._turns = asyncio.Semaphore(limits.VECTOR_JOBS)
+
+    def running(self) -> list[RunningRequest]:
+        """The jobs that have not ended, as the page shows them."""
+        now_s = self._monotonic()
+        return [record.running(now_s) for record in self._open.values()]
 
     async def run(self, job: VectorJob) -> AsyncGenerator[Loading | TextsDone, None]:
         """Yield parts in any order until each text has been in one. Raises FleetError."""
-        with self._admitted():
-            began_s = self._monotonic()
-            model = await self._machines.model(job)
-            job.name = model.name
-            row = Reservation(job.id, model.name, THIS_NAME, job.route, self._now())
-            await self._ledger.reserve(row)
-            refunded = "cancelled"
-            try:
-                if model.can_pull:
-                    async with aclosing(self._locator.pull(job.model or model.name)) as steps:
-                        async for step in steps:
-                            if isinstance(step, Loading):
-                                yield step
-                            else:
-                                model = EncoderModel(step.name, folder=step)
-                spread = _Spread(job, model, Unclaimed(job.estimated_tokens()))
-                async with aclosing(self._spread(spread)) as parts:
-                    async for part in parts:
-                        yield part
-                refunded = ""
-            except FleetError as error:
-                refunded = error.code
-                raise
-            finally:
-                if refunded:
-                    self._ledger.refund(row, refunded)
-                else:
-                    took = Timings(prefill_s=self._monotonic() - began_s)
-                    self._ledger.settle(row, Usage(prompt_tokens=job.tokens), took, "stop")
+        held = job.held
+        self._admit(held)
+        self._held += held
+        record = self._open[job] = VectorRecord(job, self._name, self._now(), self._monotonic())
+        error: FleetError | None = None
+        cancelled = True
+        try:
+            async with self._turns, aclosing(self._computed(record)) as parts:
+                async for part in parts:
+                    yield part
+            cancelled = False
+        except FleetError as failure:
+            error, cancelled = failure, False
+            raise
+        finally:
+            del self._open[job]
+            self._held -= held
+            self._ended_job(record, error, cancelled=cancelled)
 
-    @contextmanager
-    def _admitted(self) -> Iterator[None]:
-        """Raises Draining, Overloaded."""
+    def _ended_job(self, record: VectorRecord, error: FleetError | None, *, cancelled: bool) -> None:
+        """Count and write down a job that has ended."""
+        job, now_s = record.job, self._monotonic()
+        if error is not None:
+            self._metrics.failed(error.code)
+        else:
+            reason, took_s = "cancelled" if cancelled else "stop", now_s - record.arrived_s
+            self._metrics.texts(job.name or job.model, reason, job.done, job.tokens, took_s)
+            if job.done:
+                self._metrics.plan(job.kind, "fallback" if job.lost else "only")
+        self._keep(record.trace(now_s, error, cancelled=cancelled))
+
+    async def _computed(self, record: VectorRecord) -> AsyncGenerator[Loading | TextsDone, None]:
+        """The parts of a job whose turn it is. Raises FleetError."""
+        job = record.job
+        model = await self._machines.model(job)
+        job.name = model.name
+        row = Reservation(job.id, model.name, THIS_NAME, job.route, record.at_s)
+        await self._ledger.reserve(row)
+        self._metrics.running(model.name, 1)
+        refunded = "cancelled"
+        try:
+            if model.can_pull:
+                async with aclosing(self._locator.pull(job.model or model.name)) as steps:
+                    async for step in steps:
+                        if isinstance(step, Loading):
+                            record.loads(THIS_NAME, self._monotonic())
+                            job.loading = step
+                            yield step
+                        else:
+                            model = EncoderModel(step.name, folder=step)
+            spread = _Spread(job, record, model, Unclaimed(job.estimated_tokens()))
+            async with aclosing(self._spread(spread)) as parts:
+                async for part in parts:
+                    yield part
+            refunded = ""
+        except FleetError as error:
+            refunded = error.code
+            raise
+        finally:
+            self._metrics.running(model.name, -1)
+            if refunded:
+                self._ledger.refund(row, refunded)
+            else:
+                took = Timings(prefill_s=self._monotonic() - record.arrived_s)
+                self._ledger.settle(row, Usage(prompt_tokens=job.tokens), took, "stop")
+
+    def _admit(self, held: int) -> None:
+        """Raises Draining, Overloaded. ``held``: what the job would hold, as ``VectorJob.held``."""
         if self._draining():
             raise Draining("The daemon is stopping and takes no new work.", hint="Retry in a moment.")
-        if self._open >= limits.VECTOR_JOBS:
-            raise Overloaded(
-                f"{self._open} requests for vectors are at work; the limit is {limits.VECTOR_JOBS}.",
-                hint="Retry later, or send more texts in one request.",
-                retry_after_s=_RETRY_S,
-            )
-        self._open += 1
-        try:
-            yield
-        finally:
-            self._open -= 1
+        most = limits.VECTOR_JOBS + limits.VECTOR_JOBS_WAITING
+        if len(self._open) >= most:
+            why = f"{len(self._open)} requests for vectors are open; the limit is {most}."
+        elif self._open and self._held + held > limits.VECTOR_HELD_CHARS:
+            why = f"Requests for vectors hold {limits.VECTOR_HELD_CHARS} characters; that is the limit."
+        else:
+            return
+        hint = "Retry later, or send more texts in one request."
+        self._metrics.failed(Overloaded.code)
+        raise Overloaded(why, hint=hint, retry_after_s=_RETRY_S)
 
     # ---- parts -------------------------------------------------------------------------------------------
 
@@ -175,7 +230,9 @@ class VectorService:
                 if not spread.running and not self._able(spread):
                     raise spread.failure
                 if not spread.running:
+                    began_s = self._monotonic()
                     await asyncio.sleep(_LOOK_S)
+                    spread.record.left_to_chats(began_s, self._monotonic())
                     continue
                 done, _ = await asyncio.wait(
                     spread.running, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
@@ -194,7 +251,7 @@ class VectorService:
         if not spread.job.exact:
             return able
         # Those that began decide which kind; before that, the first one does.
-        begun = [run.machine for run in spread.job.ran.values()]
+        begun = [run.machine for run in spread.job.finished]
         begun += [part.machine for part in spread.running.values()]
         return [machine for machine in able if machine.kind == [*begun, *able][0].kind]
 
@@ -210,7 +267,13 @@ class VectorService:
         texts = spread.unclaimed.take(share.tokens)
         if not texts:
             return
-        part = _GivenPart(share.machine, texts, before - spread.unclaimed.tokens, self._monotonic())
+        machine, now_s = share.machine, self._monotonic()
+        part = _GivenPart(machine, texts, before - spread.unclaimed.tokens, now_s)
+        spread.job.ran.setdefault(machine.node_id, MachineRun(machine, now_s))
+        if machine.load_s:
+            spread.record.loads(machine.name, now_s)
+        else:
+            spread.record.reads(machine.name, now_s)
         request = spread.job.part(texts, f"{spread.job.id}.{next(spread.numbers)}")
         task = asyncio.create_task(self._ask(spread, part, request))
         spread.running[task] = part
@@ -225,13 +288,19 @@ class VectorService:
             self._lose(spread, part, error)
             return None
         job, model = spread.job, spread.model
-        tokens, seconds = sum(answer.tokens), self._monotonic() - (part.loaded_s or part.begun_s)
+        now_s = self._monotonic()
+        tokens, seconds = sum(answer.tokens), now_s - (part.loaded_s or part.begun_s)
         self._machines.learn(machine, model, tokens, seconds)
         if not machine.here:
             self._succeeded(machine.node_id, model.key)
-        run = job.ran.setdefault(machine.node_id, MachineRun(machine))
+        run = job.ran[machine.node_id]
+        if not run.parts:
+            # Named in the order in which they had something.
+            job.ran[machine.node_id] = job.ran.pop(machine.node_id)
+        run.parts += 1
         run.texts += len(part.texts)
         run.tokens += tokens
+        run.ended_s, run.computed_s = now_s, run.computed_s + seconds
         job.width, job.loading = answer.width, None
         return TextsDone(part.texts, answer.found)
 
@@ -244,7 +313,7 @@ class VectorService:
         if not machine.here:
             self._failed(machine.node_id, error, spread.model.key)
             error = said_by(machine.name, error)
-        spread.lost[machine.node_id] = error
+        spread.lost[machine.node_id] = spread.job.ran[machine.node_id].lost = error
         log.warning("vectors.machine_lost", request=spread.job.id, node=machine.name, code=error.code)
 
     # ---- one part ----------------------------------------------------------------------------------------
@@ -253,7 +322,7 @@ class VectorService:
         """The answer of one machine for one part. Raises FleetError."""
         folder = spread.model.folder
         answer = PartAnswer(request, spread.job.width)
-        progress = partial(self._loads, spread.job, part)
+        progress = partial(self._loads, spread, part)
         if part.machine.here and folder is not None:
             await self._ask_here(folder, request, answer, progress)
         else:
@@ -262,13 +331,18 @@ class VectorService:
             raise ProtocolError(f"Vectors of {len(answer.found)} of {len(texts_of(request))} texts came.")
         return answer
 
-    def _loads(self, job: VectorJob, part: _GivenPart, step: Loading | None) -> None:
+    def _loads(self, spread: _Spread, part: _GivenPart, step: Loading | None) -> None:
         """Note the progress of a load; None: it is over."""
+        job, machine = spread.job, part.machine
         if step is not None:
             part.loads, job.loading = True, step
+            spread.record.loads(machine.name, self._monotonic())
         elif part.loads:
             part.loads, part.loaded_s, job.loading = False, self._monotonic(), None
+            job.ran[machine.node_id].loaded_s += part.loaded_s - part.begun_s
             job.load_s = job.load_s or part.loaded_s - part.begun_s
+        if step is None:
+            spread.record.reads(machine.name, self._monotonic())
 
     async def _ask_here(
         self,

@@ -6,7 +6,7 @@ import { bytes, count, counted, deviation, moment, none, percent, rate, seconds 
 import { miss, travelled, waterfall } from "/page/waterfall.js";
 
 const OUTCOMES = {
-  fallback: "begun together, ended here alone", local: "computed here",
+  spread: "computed by several machines", fallback: "begun together, ended here alone", local: "computed here",
   smart: "a part of the prompt was left out", remote: "answered by another machine", cancelled: "cancelled", failed: "failed",
 };
 /** Who computes what: [{machine, what, helper}]. */
@@ -18,7 +18,7 @@ export function sharesOf(option) {
       what: cuts[at + 1] > cuts[at] ? `${kind} ${count(cuts[at])} to ${count(cuts[at + 1] - 1)}` : "sends and receives" }));
   }
   const roles = { remote: (at) => (at === 0 ? "answers" : "helps"), whole: (at, node) => (node === "this" ? "writes the answer" : "reads all of the prompt"),
-    smart: (at, node) => (node === "this" || nodes.length === 1 ? "reads what is kept" : "scores the prompt"), local: () => "reads and answers" };
+    smart: (at, node) => (node === "this" || nodes.length === 1 ? "reads what is kept" : "scores the prompt"), local: () => "reads and answers", spread: () => "computes some of the texts" };
   const role = roles[kind] ?? (() => kind);
   return (nodes.length ? nodes : ["this"]).map((node, at) => ({ machine: name(node), helper: node !== "this", what: role(at, node) }));
 }
@@ -35,7 +35,7 @@ export function detail(trace) {
     (trace.reason || trace.code) && h("p", { class: "why" }, trace.reason, trace.code && ` (${trace.code})`),
     trace.earlier.map((attempt, at) => h("p", { key: `tried ${at}`, class: "why" },
       `Tried first on ${attempt.answered_by || named(trace, "this")}, for ${seconds(attempt.took_s)}: ${attempt.reason || attempt.code}`)),
-    h("dl", { class: "figures" },
+    trace.texts ? textFigures(trace) : h("dl", { class: "figures" },
       fact("First token", seconds(trace.ttft_s), trace.planned_ttft_s === null ? "not planned" : [`${seconds(trace.planned_ttft_s)} planned`, off && `, ${off}`], trace.late),
       fact("Prompt", count(trace.prompt_tokens), ["tokens", trace.cached_tokens > 0 && `, ${count(trace.cached_tokens)} restored`, trace.kept_tokens > 0 && `, ${count(trace.prompt_tokens - trace.kept_tokens)} dropped`]),
       fact("Answer", count(trace.completion_tokens), `tokens, ${rate(trace.completion_tokens - 1, answered_s)}`),
@@ -43,7 +43,7 @@ export function detail(trace) {
     h("section", { "aria-labelledby": "steps" }, h("h3", { id: "steps" }, "Where the time went"), waterfall(trace)),
     h("section", { "aria-labelledby": "who" }, h("h3", { id: "who" }, "Who did what"),
       h("ul", { class: "plainlist" },
-        sharesOf(trace.chosen).map((share) => h("li", { key: share.machine }, h("b", null, share.helper ? share.machine : named(trace, "this")), ` ${share.what}`)),
+        trace.texts ? machineItems(trace) : sharesOf(trace.chosen).map((share) => h("li", { key: share.machine }, h("b", null, share.helper ? share.machine : named(trace, "this")), ` ${share.what}`)),
         trace.there && sharesOf(trace.there.chosen).length > 1 && h("li", null, `On ${trace.answered_by}: `, sharesOf(trace.there.chosen).map((one) => `${one.helper ? one.machine : trace.answered_by} ${one.what}`).join(", ")),
         trace.cached_tokens > 0 && h("li", null, `${counted(trace.cached_tokens, "token")} restored from the prefix cache`),
         trace.kept_tokens > 0 && h("li", null, `${count(trace.kept_tokens)} of ${counted(trace.prompt_tokens, "token")} kept, ${percent(trace.prompt_tokens - trace.kept_tokens, trace.prompt_tokens)} dropped by smart prefill`),
@@ -55,6 +55,26 @@ export function detail(trace) {
     trace.losers.length > 0 && alternatives(trace),
     h("p", { class: "buttons" }, h("button", { onclick: (event) => copyReport(event.currentTarget, trace) }, "Copy as report")),
   ];
+}
+
+const textsOf = (trace, number) => counted(number ?? 0, trace.texts.route === "rerank" ? "document" : "text");
+
+/** Of a request for vectors or scores. */
+function textFigures(trace) {
+  return h("dl", { class: "figures" },
+    fact("Took", seconds(trace.took_s)),
+    fact(trace.texts.route === "rerank" ? "Documents" : "Texts", count(trace.texts.texts ?? 0), "asked for"),
+    fact("Tokens", count(trace.prompt_tokens), rate(trace.prompt_tokens, trace.took_s)),
+    fact("Machines", count((trace.texts.machines ?? []).filter((machine) => machine.texts).length)));
+}
+
+/** How much each machine computed, and why one was left out. */
+function machineItems(trace) {
+  return (trace.texts.machines ?? []).map((machine, at) => h("li", { key: at, class: machine.code ? "why" : null },
+    h("b", null, named(trace, machine.name)), ` ${textsOf(trace, machine.texts)}, ${counted(machine.tokens ?? 0, "token")}`,
+    machine.parts > 0 && ` in ${counted(machine.parts, "part")}, ${seconds(machine.computed_s ?? 0)}, ${rate(machine.tokens ?? 0, machine.computed_s ?? 0)}`,
+    machine.loaded_s > 0 && `; loaded the model for ${seconds(machine.loaded_s)}`,
+    machine.code && `; then left out: ${machine.reason} (${machine.code})`));
 }
 
 /** What came of it, and with how many machines; a late one is not shown as a success. */

@@ -7,7 +7,7 @@ import { count, counted, moment, none, percent, rate, seconds } from "/page/unit
 
 /** As many are listed at a time; `first` is the place of the first of them. */
 const LISTED = 50;
-const RESULTS = { local: "answered", remote: "answered", shared: "read together", smart: "shortened", fallback: "ended alone", cancelled: "cancelled", failed: "failed" };
+const RESULTS = { local: "answered", remote: "answered", shared: "read together", smart: "shortened", spread: "computed together", fallback: "ended alone", cancelled: "cancelled", failed: "failed" };
 /** Longer than planned by more than this counts as a miss. */
 const MISS = 1.5;
 let first = 0;
@@ -135,6 +135,8 @@ function promptBar(trace, most) {
 
 function waited(trace, most) {
   const planned = plannedFirst(trace);
+  // Vectors and scores come at the end: there is no first token.
+  if (trace.texts) return h("span", { class: "figure" }, seconds(trace.took_s));
   if (trace.ttft_s === null) return h("span", { class: "quiet" }, "no token");
   const late = trace.late ?? (planned !== null && trace.ttft_s > MISS * planned && trace.ttft_s - planned > 0.1);
   const label = planned === null ? "not planned" : `planned ${seconds(planned)}`;
@@ -152,6 +154,7 @@ function result(trace) {
   const word = RESULTS[outcome] ?? outcome;
   if (outcome === "cancelled") return h("b", null, word);
   if (outcome === "failed") return [h("b", null, word), trace.reason && h("span", { class: "because", title: trace.reason }, trace.reason)];
+  if (trace.texts) return [word, h("span", { class: "quiet wide" }, `, ${counted(trace.texts.texts ?? 0, trace.texts.route === "rerank" ? "document" : "text")}`)];
   const left_out = trace.kept_tokens > 0 && ` to ${percent(trace.kept_tokens, trace.prompt_tokens)}`;
   return [word, left_out, h("span", { class: "quiet wide" }, `, ${counted(trace.completion_tokens, "token")}`)];
 }
