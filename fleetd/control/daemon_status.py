@@ -157,6 +157,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     asked_by: list[str] = []
     # Of a model over several machines, what the others hold.
     members: list[HeldLayers] = []
+    # Why it is cut otherwise than at first, as a sentence: what its machines were measured to take.
+    cut_anew: str = ""
     # Requests by what is done for them; ``assisting``: parts of other machines' prompts.
     prefilling: int = 0
     decoding: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -17,9 +17,10 @@ import structlog
 
 from fleetd.control.daemon_status import EngineStatus, HeldLayers
 from fleetd.control.model_facts import MeasuredSpeed
+from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.failures import typed
-from fleetd.engine.protocol import Loading
+from fleetd.engine.protocol import Event, Finished, Loading
 from fleetd.engine.settings import GroupMember, RingPlace, WorkerSettings
 from fleetd.errors import EngineDied, FleetError
 
@@ -51,8 +52,24 @@ class GroupFront(EngineProcess):
             settings, group=group.members, group_tokens=group.tokens, ring=group.ring
         )
         super().__init__(settings, **options)
-        self._group = group
+        self._group, self._options = group, options
         self._life: asyncio.Task[None] | None = None
+        # What plain steps took lately in the layers of each machine, by the last answer.
+        self.stages: Sequence[GroupStage] = ()
+        # Why it was cut anew, as a sentence; "" for a first cut.
+        self.cut_anew = ""
+
+    def over(self, group: GroupLife, held_bytes: int, cut_anew: str) -> GroupFront:
+        """The same model over another cut, not started.
+
+        Args:
+            held_bytes: that other workers of this machine hold.
+            cut_anew: why, as a sentence.
+        """
+        settings = msgspec.structs.replace(self.settings, held_bytes=held_bytes)
+        front = GroupFront(settings, group, **self._options)
+        front.cut_anew, front.loading = cut_anew, Loading("cut anew, as measured")
+        return front
 
     @property
     def exact(self) -> bool:
@@ -70,7 +87,7 @@ class GroupFront(EngineProcess):
     @property
     def status(self) -> EngineStatus:
         members = [HeldLayers(each.name, each.first, each.last) for each in self.settings.group]
-        return msgspec.structs.replace(super().status, members=members)
+        return msgspec.structs.replace(super().status, members=members, cut_anew=self.cut_anew)
 
     async def start(self) -> None:
         self._life = asyncio.create_task(self._live(), name=f"group-{self.settings.name}")
@@ -100,6 +117,11 @@ class GroupFront(EngineProcess):
                 self.on_exit(self)
         else:
             self.kill(error)
+
+    def _on_event(self, event: Event, now: float) -> None:
+        if isinstance(event, Finished) and event.stages:
+            self.stages = event.stages
+        super()._on_event(event, now)
 
     async def _gone(self, process: asyncio.subprocess.Process) -> None:
         await super()._gone(process)

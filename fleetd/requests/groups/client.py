@@ -57,6 +57,7 @@ class FleetGroup:
     model, digest: as the members are to find it.
     promise_here: what this machine promises its own part, given what tells the bytes that are held of it.
     failed: told of each member that is lost, by its node id, and why.
+    after: the id of a group that has ended, whose layers the members free before they promise memory.
     """
 
     # Layers are not divided.
@@ -72,16 +73,20 @@ class FleetGroup:
             nullcontext()
         ),
         failed: Callable[[str, FleetError], None] = lambda node_id, error: None,
+        *,
+        after: str = "",
     ) -> None:
+        self._after = after
         self._partners, self._model, self._digest, self._planned = partners, model, digest, planned
         self._promise_here, self._promised = promise_here, ExitStack()
         self._is_promised = False
         self._engine: EngineProcess | None = None
         self._failed = failed
         self._all_joined = asyncio.Event()
-        self._id = secrets.token_hex(8)
+        # As its members know it.
+        self.id = secrets.token_hex(8)
         self._held = [
-            _AskedMember(part, GroupMember(part.first, part.last, f"{self._id}.{number}", part.machine.name))
+            _AskedMember(part, GroupMember(part.first, part.last, f"{self.id}.{number}", part.machine.name))
             for number, part in enumerate(planned.parts[1:])
         ]
 
@@ -146,7 +151,9 @@ class FleetGroup:
     async def _begin(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
         """Ask a member, and wait until it has promised the memory."""
         part = held.part
-        ask = StageQuestion(self._model, self._digest, self._id, part.first, part.last, self._planned.tokens)
+        ask = StageQuestion(
+            self._model, self._digest, self.id, part.first, part.last, self._planned.tokens, self._after
+        )
         with self._forming(held):
             held.stream = self._partners.request(part.machine.node_id, messages.SERVE, messages.encode(ask))
             await self._hear(held, held.stream, told)
