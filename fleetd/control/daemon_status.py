@@ -99,6 +99,10 @@ class HeldLayers(msgspec.Struct, frozen=True):
     name: str
     first: int
     last: int
+    # While they are loaded: what the machine does, and bytes that are in its memory, of all; else "" and 0.
+    stage: str = ""
+    done_bytes: int = 0
+    total_bytes: int = 0
 
 
 class EngineStatus(msgspec.Struct, frozen=True):

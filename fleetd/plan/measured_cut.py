@@ -11,12 +11,11 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 
 from msgspec.structs import replace
 
 from fleetd.control.prefill_trace import GroupStage
-from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupModelSize, cut
+from fleetd.plan.group_cut import GroupCut, GroupModelSize, cut
 
 # A new cut reads weights for minutes and throws kept prompts away: it has to gain so much.
 LEAST_GAIN = 0.15
@@ -42,36 +41,20 @@ def layer_seconds(held: GroupCut, stages: Sequence[GroupStage]) -> Mapping[str, 
     }
 
 
-def as_measured(machines: Sequence[GroupMachine], layer_s: Mapping[str, float]) -> list[GroupMachine]:
-    """The machines with the speeds that were measured.
-
-    One that was not measured counts as much slower or faster than its figure as the others were in the median.
-    """
-    shares = [
-        _bytes_per_s(machine, layer_s) / machine.bytes_per_s
-        for machine in machines
-        if machine.node_id in layer_s
-    ]
-    usual = median(shares) if shares else 1.0
-    return [
-        replace(
-            machine,
-            bytes_per_s=_bytes_per_s(machine, layer_s)
-            if machine.node_id in layer_s
-            else machine.bytes_per_s * usual,
-        )
-        for machine in machines
-    ]
-
-
 def cut_anew(
     model: GroupModelSize, held: GroupCut, layer_s: Mapping[str, float], *, context_tokens: int
 ) -> tuple[GroupCut, float] | None:
     """The cut over the same machines that is best by what they take for a layer, and its gain.
 
-    It has room for a prompt of ``context_tokens`` if ``held`` has. Returns None if it gains too little.
+    It has room for a prompt of ``context_tokens`` if ``held`` has. Returns None if it gains too little, or if
+    one of the machines was not measured.
     """
-    machines = as_measured([part.machine for part in held.parts], layer_s)
+    if any(part.machine.node_id not in layer_s for part in held.parts):
+        return None
+    machines = [
+        replace(part.machine, bytes_per_s=part.machine.layer_bytes / layer_s[part.machine.node_id])
+        for part in held.parts
+    ]
     found = cut(
         model,
         machines[0],
@@ -84,10 +67,6 @@ def cut_anew(
         return None
     gain = _cost_s(held, layer_s) / _cost_s(found, layer_s) - 1
     return (found, gain) if gain >= LEAST_GAIN else None
-
-
-def _bytes_per_s(machine: GroupMachine, layer_s: Mapping[str, float]) -> float:
-    return machine.layer_bytes / layer_s[machine.node_id]
 
 
 def _cost_s(found: GroupCut, layer_s: Mapping[str, float]) -> float:

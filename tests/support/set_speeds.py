@@ -22,8 +22,8 @@ PREFILL_BYTES_PER_S, DECODE_BYTES_PER_S = 60e9, 6e9
 MOST_PREFILL_TOK_S, MOST_DECODE_TOK_S = 5_000.0, 100.0
 VECTORS_TOK_S = 2_000.0
 RTT_S, BYTES_PER_S = 0.0005, 200e6
-# A plain step in one layer of a machine of a group, and on the way there and back. A folder named by STEPS may
-# have a file for each machine with the seconds of its layers, "this" for the one that answers.
+# A plain step in one layer of a machine of a group, and on the way there and back. A folder named by STEPS
+# may have a file for each machine with the seconds of one of its layers, "this" for the one that answers.
 LAYER_S, WAY_S = 0.001, 0.0005
 STEPS = "FLEETD_TEST_STEPS"
 # How long is waited for scores and helpers, for a disk, and for another machine's look at its own: other

@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from fleetd.control.daemon_status import EngineStatus, HeldLayers
+from fleetd.control.model_change import MemberProgress
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.daemon_side.supervisor import EngineProcess
@@ -86,7 +87,9 @@ class GroupFront(EngineProcess):
 
     @property
     def status(self) -> EngineStatus:
-        members = [HeldLayers(each.name, each.first, each.last) for each in self.settings.group]
+        loading = self.loading.members if self.state == "loading" else []
+        progress = {each.name: each for each in loading}
+        members = [_held(each, progress.get(each.name, MemberProgress())) for each in self.settings.group]
         return msgspec.structs.replace(super().status, members=members, cut_anew=self.cut_anew)
 
     async def start(self) -> None:
@@ -144,3 +147,9 @@ class GroupFront(EngineProcess):
             with contextlib.suppress(asyncio.CancelledError):
                 await self._life
         await super().stop()
+
+
+def _held(member: GroupMember, loading: MemberProgress) -> HeldLayers:
+    return HeldLayers(
+        member.name, member.first, member.last, loading.stage, loading.done_bytes, loading.total_bytes
+    )

@@ -273,8 +273,8 @@ class EnginePool:
     # ---- cut anew --------------------------------------------------------------------------------------
 
     def cut_when_idle(self) -> None:
-        """Called every second or so: a model over several machines that nobody uses may be loaded over another
-        cut, if its machines turned out to be slower or faster than planned."""
+        """Called every second or so: a model over several machines that nobody uses may be loaded over
+        another cut, if its machines turned out to be slower or faster than planned."""
         if self._cutting is not None and not self._cutting.done():
             return
         for name, model in self._models.items():
@@ -437,6 +437,20 @@ class EnginePool:
     def engine(self, folder: ModelFolder) -> EngineProcess | None:
         """The worker that has the whole model, if it is ready."""
         return self._ready(folder.name)
+
+    def loading_engine(self, folder: ModelFolder) -> EngineProcess | None:
+        """The worker that has the whole model, or is about to."""
+        model = self._models.get(folder.name)
+        return model.first if model is not None and model.state in ("loading", "ready") else None
+
+    def takes_others(self, folder: ModelFolder, over: Collection[str] | None) -> bool:
+        """True if a load of the model would need other machines. ``over``: as ``stream``. Reads headers of
+        files."""
+        if over is not None:
+            return bool(over)
+        rules = self.weight_rules()
+        need = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
+        return need.n_bytes > rules.budget_bytes
 
     def _ready(self, name: str) -> EngineProcess | None:
         model = self._models.get(name)

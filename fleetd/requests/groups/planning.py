@@ -20,7 +20,7 @@ from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import WORKING_BYTES, LayerBytes, WeightRules, layer_bytes, weight_need
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupModelSize, Shortage, cut_with_fetchers
-from fleetd.plan.measured_cut import as_measured, cut_anew, layer_seconds
+from fleetd.plan.measured_cut import cut_anew, layer_seconds
 from fleetd.process.observe import get_logger
 from fleetd.requests.groups.client import FleetGroup
 from fleetd.requests.groups.group_views import cut_anew_because, group_view
@@ -104,26 +104,26 @@ class FleetGroups:
         planned = self.plan(folder, arithmetic, over)
         if planned is None:
             return None
-        if isinstance(planned.found, Shortage):
-            raise _no_room(folder.name, planned.found, over)
-        return self._group(folder, planned, planned.found, partial(self._left_out, planned.digest))
+        return self._group(folder, planned, over)
 
     def _group(
-        self,
-        folder: ModelFolder,
-        planned: GroupPlan,
-        found: GroupCut,
-        failed: Callable[[str, FleetError], None],
-        after: str = "",
+        self, folder: ModelFolder, planned: GroupPlan, over: Sequence[str] = (), after: str = ""
     ) -> FleetGroup:
+        """``after``: the id of a group of the same model that has ended. Raises OutOfMemory."""
+        found = planned.found
+        if isinstance(found, Shortage):
+            raise _no_room(folder.name, found, over)
         part, room = found.parts[0], self._rules().budget_bytes
-        n_bytes = (part.last - part.first) * (part.machine.layer_bytes + found.tokens * planned.size.row_bytes)
+        n_bytes = (part.last - part.first) * (
+            part.machine.layer_bytes + found.tokens * planned.size.row_bytes
+        )
         own = partial(
             self._promised.promise,
             f"Layers {part.first} to {part.last} of {folder.name}",
             n_bytes + planned.size.outside_bytes,
             room,
         )
+        failed = partial(self._not_cut_anew if planned.anew else self._left_out, planned.digest)
         group = FleetGroup(self._partners, folder.name, planned.digest, found, own, failed, after=after)
         self._formed[folder.name] = _FormedGroup(folder, planned, group.id)
         return group
@@ -134,35 +134,40 @@ class FleetGroups:
         """The same machines with other parts of a model that they hold and that nobody uses, if what was
         measured of them makes that worth a load, and why in a sentence; None if it is to stay as it is.
 
-        Each load doubles the pause until the next: machines whose speeds come and go are not followed for ever.
+        Each load doubles the pause until the next: speeds that come and go are not followed for ever.
 
         Args:
             stages: what plain steps took in the layers of each machine lately.
         """
-        if (formed := self._formed.get(name)) is None or isinstance(formed.plan.found, Shortage):
+        if (formed := self._formed.get(name)) is None:
             return None
-        planned, found = formed.plan, formed.plan.found
-        if (layer_s := layer_seconds(found, stages)) is None:
+        planned = formed.plan
+        if isinstance(planned.found, Shortage) or (layer_s := layer_seconds(planned.found, stages)) is None:
             return None
         self._layer_s[planned.digest] = {**self._layer_s.get(planned.digest, {}), **layer_s}
         now_s = self._monotonic()
         from_s, pause_s = self._anew_from.get(name, (0.0, limits.GROUP_RECUT_S))
-        if now_s < from_s:
+        if now_s < from_s or (anew := self._cut_anew(formed.folder, planned)) is None:
             return None
-        better = cut_anew(planned.size, found, layer_s, context_tokens=formed.folder.context_tokens)
+        self._anew_from[name] = now_s + pause_s, min(2 * pause_s, limits.GROUP_RECUT_MOST_S)
+        log.info("group.cut_anew", model=name, reason=anew.anew)
+        return self._group(formed.folder, anew, after=formed.id), anew.anew
+
+    def _cut_anew(self, folder: ModelFolder, planned: GroupPlan) -> GroupPlan | None:
+        """The same machines with the parts that are best by what was measured of them; None if that is not
+        known, or these gain too little."""
+        layer_s = self._layer_s.get(planned.digest)
+        if layer_s is None or isinstance(planned.found, Shortage):
+            return None
+        better = cut_anew(planned.size, planned.found, layer_s, context_tokens=folder.context_tokens)
         if better is None:
             return None
         new, gain = better
-        self._anew_from[name] = now_s + pause_s, min(2 * pause_s, limits.GROUP_RECUT_MOST_S)
-        why = cut_anew_because(found, new, layer_s, gain)
-        log.info("group.cut_anew", model=name, gain=round(gain, 3), reason=why)
-        failed = partial(self._not_cut_anew, planned.digest)
-        anew = replace(planned, found=new, anew=why)
-        return self._group(formed.folder, anew, new, failed, formed.id), why
+        return replace(planned, found=new, anew=cut_anew_because(planned.found, new, layer_s, gain))
 
     def _not_cut_anew(self, digest: str, node_id: str, error: FleetError) -> None:
-        """A member failed in a group that was cut anew. The next one is planned as if nothing had been measured:
-        that cut was held."""
+        """A member failed in a group that was cut anew. The next one is planned as if nothing had been
+        measured: that cut was held."""
         self._layer_s.pop(digest, None)
         if not isinstance(error, OutOfMemory):
             self._left_out(digest, node_id, error)
@@ -236,28 +241,23 @@ class FleetGroups:
         def machine(member: Member) -> GroupMachine:
             return _other(member, speeds[member.node_id], sizes, bare)
 
-        machines = [
-            _machine(here, speeds[here.node_id], sizes, self._rules().budget_bytes),
-            *(machine(member) for member, _ in having),
-            *(
-                replace(machine(member), can_fetch=most_layers(member, max(bare.layers)))
-                for member, _ in lacking
-            ),
-        ]
-        # What their layers took in earlier groups says more than what whole models took there.
-        first, *others = as_measured(machines, self._layer_s.get(own.digest, {}))
         found = cut_with_fetchers(
             size,
-            first,
-            others[: len(having)],
-            others[len(having) :],
+            _machine(here, speeds[here.node_id], sizes, self._rules().budget_bytes),
+            [machine(member) for member, _ in having],
+            [
+                replace(machine(member), can_fetch=most_layers(member, max(bare.layers)))
+                for member, _ in lacking
+            ],
             least_tokens=min(limits.GROUP_LEAST_TOKENS, folder.context_tokens),
             most_tokens=limits.GROUP_STREAM_CONTEXTS * folder.context_tokens,
             every=bool(over),
         )
         width = own.shape.hidden_bytes or 2 * int(folder.config.get("hidden_size") or 0)
         hops_s = {member.node_id: _hop_s(member, width) for member, _ in [*having, *lacking]}
-        return GroupPlan(found, own.digest, size, hops_s, named=bool(over))
+        planned = GroupPlan(found, own.digest, size, hops_s, named=bool(over))
+        # What their layers took in an earlier group says more than what whole models took there.
+        return self._cut_anew(folder, planned) or planned
 
     def _others(
         self, own: ModelCard, over: Sequence[str], *, even_left_out: bool
