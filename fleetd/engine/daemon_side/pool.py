@@ -522,12 +522,14 @@ class EnginePool:
 
     def held_of(self, folder: ModelFolder, first: int, last: int) -> int:
         """Bytes of memory that the worker of just these layers holds; 0 without one."""
-        model = self._models.get(_WantedLayers(folder, first, last).name)
-        return sum(worker.claimed_bytes for worker in model.workers) if model is not None else 0
+        return self._held_for(_WantedLayers(folder, first, last))
 
     def held_by_rank(self, folder: ModelFolder, place: RingPlace) -> int:
         """Bytes of memory that the worker of this rank holds; 0 without one."""
-        model = self._models.get(_WantedLayers(folder, ring=place).name)
+        return self._held_for(_WantedLayers(folder, ring=place))
+
+    def _held_for(self, wanted: _WantedLayers) -> int:
+        model = self._models.get(wanted.name)
         return sum(worker.claimed_bytes for worker in model.workers) if model is not None else 0
 
     def holds(self, folder: ModelFolder, first: int, last: int) -> bool:

@@ -123,9 +123,7 @@ class VectorService:
             model = await self._machines.model(job)
             job.name = model.name
             row = Reservation(job.id, model.name, THIS_NAME, job.route, self._now())
-            await self._ledger.reserve(row)
-            refunded = "cancelled"
-            try:
+            async with self._ledger.entry(row) as spent:
                 if model.can_pull:
                     async with aclosing(self._locator.pull(job.model or model.name)) as steps:
                         async for step in steps:
@@ -137,16 +135,8 @@ class VectorService:
                 async with aclosing(self._spread(spread)) as parts:
                     async for part in parts:
                         yield part
-                refunded = ""
-            except FleetError as error:
-                refunded = error.code
-                raise
-            finally:
-                if refunded:
-                    self._ledger.refund(row, refunded)
-                else:
-                    took = Timings(prefill_s=self._monotonic() - began_s)
-                    self._ledger.settle(row, Usage(prompt_tokens=job.tokens), took, "stop")
+                spent.usage = Usage(prompt_tokens=job.tokens)
+                spent.timings = Timings(prefill_s=self._monotonic() - began_s)
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
