@@ -220,14 +220,14 @@ def stages(view: GroupView, *layer_ms: float) -> list[GroupStage]:
     ]
 
 
-class Clock:
+class TurnedClock:
     now_s = 1000.0
 
     def __call__(self) -> float:
         return self.now_s
 
 
-def held(clock: Clock, folder: ModelFolder) -> tuple[FleetGroups, Callable[[], GroupView]]:
+def held(clock: TurnedClock, folder: ModelFolder) -> tuple[FleetGroups, Callable[[], GroupView]]:
     """Layers on this machine and on studio, and how they are held now."""
     made = groups(other("studio"))
     made._monotonic = clock
@@ -243,7 +243,7 @@ def held(clock: Clock, folder: ModelFolder) -> tuple[FleetGroups, Callable[[], G
 
 
 def test_a_group_is_cut_anew_by_measured_steps_and_says_why(folder: ModelFolder) -> None:
-    made, view = held(Clock(), folder)
+    made, view = held(TurnedClock(), folder)
     first = view()
     assert made.anew(MODEL, stages(first, 1, 1)) is None
     assert made.anew("another", stages(first, 1, 9)) is None
@@ -257,7 +257,7 @@ def test_a_group_is_cut_anew_by_measured_steps_and_says_why(folder: ModelFolder)
 
 
 def test_it_is_cut_anew_ever_more_rarely(folder: ModelFolder) -> None:
-    clock = Clock()
+    clock = TurnedClock()
     made, view = held(clock, folder)
     pauses, slow = [], (1.0, 9.0)
     for _ in range(4):
@@ -271,7 +271,7 @@ def test_it_is_cut_anew_ever_more_rarely(folder: ModelFolder) -> None:
 
 
 def test_what_was_measured_decides_the_next_load_until_a_member_refuses_it(folder: ModelFolder) -> None:
-    made, view = held(Clock(), folder)
+    made, view = held(TurnedClock(), folder)
     first = view()
     assert made.anew(MODEL, stages(first, 1, 9)) is not None
     again = made(folder, "")
