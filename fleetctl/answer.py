@@ -22,15 +22,18 @@ from fleetctl.client import Client, daemon_error
 from fleetctl.event_stream import Comment
 from fleetctl.exits import ConnectionBroken
 from fleetctl.render.live_text import LiveText, live_dim, live_markdown
-from fleetctl.render.progress_line import Progress, live_terminal
+from fleetctl.render.progress_line import Progress, live_terminal, of_members
 from fleetctl.render.text import count, duration, joined, listed, one_line, size, wrapped
 from fleetctl.text_files import SchemaFile
 from fleetd import limits
+from fleetd.control.model_change import MemberProgress
 from fleetd.errors import FleetError, InvalidValue
 from fleetd.text.terminal_text import printable
 
 _KEEPALIVE = re.compile(r"keepalive (\d+)/(\d+)")
-_LOADING = re.compile(r"loading (.+?)(?: (\d+)/(\d+))?")
+_LOADING = re.compile(r"loading (.+?)(?: (\d+)/(\d+)((?:; .+?: .*? \d+/\d+)*))?")
+# Another machine of a model over several.
+_MEMBER = re.compile(r"; (.+?): (.*?) (\d+)/(\d+)")
 # The machine that a request moved to, and the reason.
 _EXACTNESS = re.compile(r"exactness (\w+)")
 _PLAN = re.compile(r"plan (\w+; nodes=.*?)(?:: (.*))?")
@@ -369,7 +372,12 @@ def _show(progress: Progress, comment: str) -> None:
         if found[1].startswith("scoring "):
             progress.update(found[1], done, total, unit="tokens")
             return
-        progress.update(f"model: {found[1]}", done, total, unit="bytes" if total >= _LOOKS_LIKE_BYTES else "")
+        members = [
+            MemberProgress(name, stage, int(done_bytes), int(total_bytes))
+            for name, stage, done_bytes, total_bytes in _MEMBER.findall(found[4] or "")
+        ]
+        unit = "bytes" if members or total >= _LOOKS_LIKE_BYTES else ""
+        progress.update(f"model: {found[1]}", done, total, unit=unit, detail=of_members(members))
 
 
 def _check_size(body: dict[str, Any]) -> None:

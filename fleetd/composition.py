@@ -234,6 +234,7 @@ class DaemonParts:
         self.groups = self._groups(self.fleet) if self.fleet else None
         if self.groups is not None:
             self.machine.pool.groups = self.groups
+            self.machine.pool.cut_anew = self.groups.anew
         if self.fleet is not None:
             self.machine.pool.ranks = RankPlanner(
                 self.fleet,

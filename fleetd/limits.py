@@ -489,6 +489,9 @@ PLACEMENT_MACHINES = 8
 GROUP_TRIES = 3
 # Others may need so long to free what they held for the group that has ended.
 GROUP_AGAIN_S = 15.0
+# A group that no request has used for so long may be cut anew, by what its machines were measured to take.
+# The next time may come no sooner than after this pause, which doubles each time.
+GROUP_RECUT_IDLE_S, GROUP_RECUT_S, GROUP_RECUT_MOST_S = 30.0, 600.0, 86_400.0
 # Groups that one worker has layers for; each has memory of its own.
 GROUPS = 2
 # Chunks of prompts that are on their way through a member before the machine that answers computes the next.

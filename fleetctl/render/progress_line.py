@@ -11,10 +11,12 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TextIO
 
 from fleetctl.render.text import count, one_line, rough, size
+from fleetd.control.model_change import READING, MemberProgress
 
 SHOW_AFTER_S = 0.5
 _REPAINT_S = 0.2
@@ -40,7 +42,7 @@ class Progress:
         self._thread: threading.Thread | None = None
         self._painted = False
         self._stage = ""
-        self._figures = (0, 0, "")
+        self._figures, self._detail = (0, 0, ""), ""
         self._origin = (0.0, 0)  # when this stage began, and at which figure: rates start from there
         self._ends: float | None = None
         self._began: float | None = None
@@ -49,11 +51,19 @@ class Progress:
         self._plain_next: dict[str, tuple[float, float]] = {}
 
     def update(
-        self, stage: str, done: int = 0, total: int = 0, *, unit: str = "", left_s: float | None = None
+        self,
+        stage: str,
+        done: int = 0,
+        total: int = 0,
+        *,
+        unit: str = "",
+        left_s: float | None = None,
+        detail: str = "",
     ) -> None:
         """Show ``done`` of ``total`` (0 = unknown) of a stage; the unit "bytes" is shown as kB, MB, ...
 
-        ``left_s``: seconds after which the stage ends by itself; the clock counts down.
+        ``left_s``: seconds after which the stage ends by itself; the clock counts down. ``detail``: more of
+        the progress, in words; another one is no other stage.
         """
         now = time.monotonic()
         with self._lock:
@@ -61,7 +71,7 @@ class Progress:
                 self._began = now
             if stage != self._stage:
                 self._stage, self._origin = stage, (now, done)
-            self._figures = (done, total, unit)
+            self._figures, self._detail = (done, total, unit), detail
             self._ends = None if left_s is None else now + left_s
         if not self._live:
             self._plain(now)
@@ -118,7 +128,7 @@ class Progress:
     def _line(self, now: float, columns: int | None) -> str:
         with self._lock:
             stage, (done, total, unit), (since, first) = self._stage, self._figures, self._origin
-            ends = self._ends
+            ends, detail = self._ends, self._detail
         elapsed_s = max(now - since, 1e-9)
         show, unit = (size, "") if unit == "bytes" else (count, f" {unit}" if unit else "")
         parts = [one_line(stage)]
@@ -138,6 +148,8 @@ class Progress:
             parts.append(f"{rough(max(0.0, ends - now))} left")
         elif elapsed_s >= 1 and (total <= 0 or done <= first):
             parts.append(f"{elapsed_s:.0f} s")
+        if detail:
+            parts.append(f"({one_line(detail)})")
         line = "  ".join(parts)
         return line if columns is None else line[: max(columns, 1)]
 
@@ -153,3 +165,14 @@ def bar(share: float, cells: int, *, utf8: bool) -> str:
     """A bar of ``cells`` characters, filled by ``share``."""
     full = round(max(0.0, min(1.0, share)) * cells)
     return ("━" if utf8 else "#") * full + ("─" if utf8 else "-") * (cells - full)
+
+
+def of_members(members: Sequence[MemberProgress]) -> str:
+    """How far each other machine of a model over several is: "studio reading 1.2 GB of 8.0 GB"."""
+    return ", ".join(f"{each.name} {each.stage}{_bytes_read(each)}" for each in members)
+
+
+def _bytes_read(member: MemberProgress) -> str:
+    if member.stage != READING:
+        return ""
+    return f" {size(member.done_bytes)} of {size(member.total_bytes)}"

@@ -16,11 +16,11 @@ from fleetctl.exits import ClientError, ConnectionBroken, Exit
 from fleetctl.placement import named_machines
 from fleetctl.render.columns import terminal_width
 from fleetctl.render.models_table import fit_words, found_page, models_page, recommended_line
-from fleetctl.render.progress_line import Progress
+from fleetctl.render.progress_line import Progress, of_members
 from fleetctl.render.text import listed, one_line, size
 from fleetctl.replies import read
 from fleetd import limits
-from fleetd.control.model_change import Split
+from fleetd.control.model_change import ModelProgress, Split
 from fleetd.control.model_listing import FoundModel, FoundModels, ModelListing, ModelVerdict, OfferedModel
 from fleetd.errors import FleetError
 
@@ -270,7 +270,9 @@ def _follow(
                 return report
             what = " ".join(str(report[key]) for key in ("stage", "file") if report.get(key))
             text = ": ".join(filter(None, (doing, what)))
-            progress.update(text, report.get("done_bytes") or 0, report.get("total_bytes") or 0, unit="bytes")
+            step = read(report, ModelProgress)
+            detail = of_members(step.members)
+            progress.update(text, step.done_bytes, step.total_bytes, unit="bytes", detail=detail)
     raise ConnectionBroken(
         "The daemon ended it before it was complete.",
         hint="The same command goes on or begins again.",
@@ -380,25 +382,26 @@ def remove(session: CliSession, name: str, yes: bool, on: str) -> int:
 
 
 def _load(session: CliSession, verb: str, name: str, on: str) -> Any:
-    """Load a model, with progress if another machine loads it."""
-    client, doing = _client(session, on), f"loading {_there(on, name)}"
+    """Load a model, with progress."""
+    doing = f"loading {_there(on, name)}"
+    # An older daemon is found out before it is asked.
+    _client(session, on)
     with Progress() as progress:
         progress.update(doing)
-        if on:
-            _follow(session, verb, {**_body(name, on), "stream": True}, progress, doing)
-            return {"ok": True}
-        return client.post(f"/fleet/v1/models/{verb}", _body(name, on), timeout_s=limits.CLIENT_LONG_CALL_S)
+        _follow(session, verb, {**_body(name, on), "stream": True}, progress, doing)
+    return {"ok": True}
 
 
 def _load_together(session: CliSession, name: str, machines: list[str], split: Split) -> None:
     """Load a model over several machines, this one first."""
     with Progress() as progress:
-        progress.update(f"loading {name}")
-        body: dict[str, Any] = {"model": name, "placement": machines}
+        doing = f"loading {name}"
+        progress.update(doing)
+        body: dict[str, Any] = {"model": name, "placement": machines, "stream": True}
         if split != "layers":
             body["split"] = split
-        done = session.client().post("/fleet/v1/models/load", body, timeout_s=limits.CLIENT_LONG_CALL_S)
-    session.emit(done, one_line(f"{name} is loaded on {listed(machines)}."))
+        _follow(session, "load", body, progress, doing)
+    session.emit({"ok": True}, one_line(f"{name} is loaded on {listed(machines)}."))
 
 
 def _post(session: CliSession, verb: str, name: str, on: str) -> Any:

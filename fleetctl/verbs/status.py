@@ -105,7 +105,7 @@ def _held_together(engine: dict[str, Any]) -> str:
     if members:
         parts = [f"{layers(0, members[0]['first'])} here"]
         parts += [f"{layers(held['first'], held['last'])} on {one_line(held['name'])}" for held in members]
-        return ", ".join(parts)
+        return ", ".join(parts) + (", cut anew" if engine.get("cut_anew") else "")
     if not engine.get("asked_by"):
         return ""
     total = (engine.get("shape") or {}).get("layers")

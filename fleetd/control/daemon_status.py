@@ -99,6 +99,10 @@ class HeldLayers(msgspec.Struct, frozen=True):
     name: str
     first: int
     last: int
+    # While they are loaded: what the machine does, and bytes that are in its memory, of all; else "" and 0.
+    stage: str = ""
+    done_bytes: int = 0
+    total_bytes: int = 0
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -157,6 +161,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     asked_by: list[str] = []
     # Of a model over several machines, what the others hold.
     members: list[HeldLayers] = []
+    # Why it is cut otherwise than at first, as a sentence: what its machines were measured to take.
+    cut_anew: str = ""
     # Requests by what is done for them; ``assisting``: parts of other machines' prompts.
     prefilling: int = 0
     decoding: int = 0

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
+from msgspec import Meta
 
+from fleetd import limits
 from fleetd.text.bounded import Count, Text
 
 #: Everything that may be asked of the models of another machine.
 Verb = Literal["pull", "load", "unload", "pin", "unpin", "remove"]
 #: How machines hold a model together: each some of its layers, or a part of every layer.
 Split = Literal["layers", "tensors"]
+#: The stage of a load in which weights are read: it counts their bytes.
+READING = "reading"
 VERBS: tuple[Verb, ...] = get_args(Verb)
+
+
+class MemberProgress(msgspec.Struct, frozen=True):
+    """How far one machine is with its layers of a model over several."""
+
+    # The machine's name.
+    name: Text = ""
+    # What it does: promised, fetching, verifying, reading, warming up, measuring, loaded.
+    stage: Text = ""
+    # Bytes of its layers that are in its memory, and all of them, as planned.
+    done_bytes: Count = 0
+    total_bytes: Count = 0
 
 
 class ModelProgress(msgspec.Struct, frozen=True):
@@ -25,6 +41,8 @@ class ModelProgress(msgspec.Struct, frozen=True):
     total_bytes: Count = 0
     # A word for people: connecting, downloading, copying, verifying, reading, warming up, measuring.
     stage: Text = ""
+    # Of a load over several machines, the others; the bytes above are of all of these together.
+    members: Annotated[list[MemberProgress], Meta(max_length=limits.PLACEMENT_MACHINES)] = []
 
 
 class ModelDone(msgspec.Struct, frozen=True):

@@ -34,6 +34,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.compression.packed import PackedScores
+from fleetd.control.model_change import MemberProgress
 from fleetd.control.model_facts import KvBits, MeasuredSpeed, ModelShape
 from fleetd.control.prefill_trace import GroupStage, Speculated
 from fleetd.engine.sampling.constraint import Constraint, ConstraintText
@@ -336,11 +337,15 @@ WAITING = "waiting for "
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """Progress before Ready. ``stage`` is shown to people: verifying, reading, warming up, measuring."""
+    """Progress before Ready. ``stage`` is shown to people: verifying, reading, warming up, measuring.
+
+    ``members``: how far the other machines of a group are.
+    """
 
     stage: Text
     done: Count = 0
     total: Count = 0
+    members: Annotated[list[MemberProgress], Meta(max_length=limits.PLACEMENT_MACHINES)] = []
 
 
 class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):

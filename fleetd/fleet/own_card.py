@@ -238,8 +238,8 @@ class CardMaker:
     def _seed(self, engines: Iterable[EngineStatus]) -> None:
         """Record what the engines have measured since they were looked at last."""
         for engine in engines:
-            # What ranks measure, no machine does alone.
-            if engine.state != "ready" or engine.ranks:
+            # What several machines measure of a model that they hold together, none does alone.
+            if engine.state != "ready" or engine.ranks or engine.members:
                 continue
             if not engine.part_of:
                 self._scoring[engine.model] = engine.scoring

@@ -113,6 +113,9 @@ class Account:
         usage, timings = request.so_far(now_s)
         if request.finished is not None and request.finished.speculation is not None:
             self._all.metrics.speculated(request.finished.speculation)
+        if request.planned is not None and request.planned.kind == "group":
+            # Several machines took these times together.
+            return
         self._all.speeds.ran(
             request.model.name,
             prompt_tokens=request.kept_tokens or usage.prompt_tokens,

@@ -14,8 +14,9 @@ import asyncio
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from itertools import groupby
 from operator import itemgetter
 
@@ -24,6 +25,7 @@ import msgspec
 from fleetd import limits
 from fleetd.control.usage_report import FirstTokenTimes, Span, UsageReport, UsageRow, UsageTotals
 from fleetd.engine.protocol import Timings, Usage
+from fleetd.errors import FleetError
 from fleetd.process.observe import get_logger
 from fleetd.storage.store import Store, StoreUnavailable
 
@@ -55,6 +57,13 @@ class Gain(msgspec.Struct, frozen=True):
     smart_s: float = 0.0
     # Whether several machines read the prompt together.
     shared: bool = False
+
+
+class Spent(msgspec.Struct):
+    """What work has taken so far."""
+
+    usage: Usage = Usage()
+    timings: Timings = Timings()
 
 
 _NO_GAIN = Gain()
@@ -90,6 +99,21 @@ class Ledger:
         # Its failure is told by _written; asyncio would tell it again, with a traceback, for every request.
         done.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.wait([done], timeout=limits.LEDGER_WAIT_S)
+
+    @asynccontextmanager
+    async def entry(self, row: Reservation) -> AsyncIterator[Spent]:
+        """A row for the work within: reserved, then settled with what was noted of it by then, or refunded.
+
+        The reason of a refund is the code of the FleetError that ended it, else "cancelled".
+        """
+        spent = Spent()
+        try:
+            await self.reserve(row)
+            yield spent
+        except BaseException as error:
+            self.refund(row, error.code if isinstance(error, FleetError) else "cancelled")
+            raise
+        self.settle(row, spent.usage, spent.timings, "stop")
 
     def settle(
         self,

@@ -38,6 +38,9 @@ class PipelineStep:
     def prepare(self, request: Request) -> None:
         """Before each attempt."""
 
+    def loads(self, request: Request) -> None:
+        """The model is being loaded, or waits for that. Before each event that says so."""
+
     async def decide(self, request: Request, accepted: Accepted) -> None:
         """Before the Accepted is passed on: the engine may wait with the prompt until this returns."""
 
@@ -78,8 +81,8 @@ class Pipeline:
         request.begin(self._monotonic())
         for step in self._steps:
             step.prepare(request)
-        if not request.attempt.generate.shared:
-            # Otherwise it is decided, and said, once the prompt is tokenized.
+        if not request.attempt.generate.shared and not request.undecided:
+            # Otherwise it is decided, and said, once the model is loaded or the prompt is tokenized.
             request.announce(request.placement.planned)
         try:
             yield
@@ -105,8 +108,11 @@ class Pipeline:
         if isinstance(event, Planned):
             request.announce(event)
             return [*request.take_announced()]
-        if isinstance(event, Loading) and request.planned is None and request.asked.origin != "peer":
-            return [request.expected(), event]
+        if isinstance(event, Loading):
+            for step in self._steps:
+                step.loads(request)
+            if request.planned is None and request.asked.origin != "peer":
+                return [event] if request.undecided else [request.expected(), event]
         for step in self._steps_of.get(type(event), ()):
             passed = step.on_event(request, event)
             if passed is None:

@@ -197,6 +197,8 @@ class Request:
         self.first_client_s = 0.0
         # How it runs, as it was announced last; and whether other machines ever had a part in its prefill.
         self.planned: Planned | None = None
+        # Where it runs is known once the load of its model has begun.
+        self.undecided = False
         # The last plan that was told is what was expected, and not yet decided.
         self.expecting = False
         self.shared = False

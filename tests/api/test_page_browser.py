@@ -6,26 +6,31 @@ import asyncio
 import http.server
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import browser as browsers
 import pytest
-from api_fakes import MODEL, Step, speak
+from api_fakes import MODEL, Step, engine, speak, status
 from browser import OTHER_SITE, REBOUND
 from fakes import FakePullStep
 from live_daemon import until
+from msgspec.structs import replace
 from page_fakes import VIEWS, PageWorld, fleet_of, goto, trace
 
 from fleetd import limits
 from fleetd.control import pairing_events
+from fleetd.control.daemon_status import DaemonStatus, HeldLayers
 from fleetd.control.fleet_change import RunningRequest
-from fleetd.control.fleet_view import FleetView, PeerView
+from fleetd.control.fleet_view import FleetView, PeerModel, PeerView
+from fleetd.control.model_facts import ModelShape
 from fleetd.control.prefill_plan import OptionView
 from fleetd.engine import protocol as p
 from fleetd.requests.job import Job
 
+#: Between the first and the last of several layers.
+TO = "\N{EN DASH}"
 pytestmark = [browsers.NEEDED, pytest.mark.one_loop]
 
 HOSTILE = (
@@ -489,3 +494,49 @@ def test_nothing_on_a_page_moves_while_it_opens(world: PageWorld, width: int) ->
         # Two frames: what the last one moved is known then.
         page.evaluate("() => new Promise((then) => requestAnimationFrame(() => requestAnimationFrame(then)))")
         assert page.evaluate("window.shifts") == [], view
+
+
+# ---- A model over several machines -----------------------------------------------------------------------
+
+
+def together(world: PageWorld, **changes: Any) -> Callable[[], DaemonStatus]:
+    """This machine has the first half of the model."""
+    held = [HeldLayers("studio", 15, 20), HeldLayers("kitchen", 20, 30)]
+    given: dict[str, Any] = {"members": held, "shape": ModelShape(layers=30), **changes}
+    return lambda: status(engines=[engine(**given)], fleet=world.fleet.fleet)
+
+
+def test_chips_say_who_holds_which_layers_here_and_for_others(world: PageWorld) -> None:
+    why = "Cut anew, as a layer was measured to take 4.0 times as long on kitchen as on this."
+    world.status = together(world, cut_anew=why)
+    held: dict[str, Any] = {"part_first": 15, "part_last": 20, "part_total": 30, "part_asked_by": "mini"}
+    part = PeerModel(MODEL, "installed", ["chat"], **held)
+    peers = [*world.fleet.fleet.peers]
+    peers[0] = replace(peers[0], models=[part])
+    world.fleet.fleet = replace(world.fleet.fleet, peers=peers)
+    page = world.opened()
+    chip = page.wait_for_selector(f".chip:has-text('{MODEL}'):has-text('here')")
+    assert f"layers 0{TO}14 here, 15{TO}19 on studio, 20{TO}29 on kitchen" in chip.inner_text()
+    assert chip.query_selector(".tag[title]").get_attribute("title") == why
+    other = page.wait_for_selector(f".machines li:has-text('{peers[0].name}') .chip")
+    assert f"layers 15{TO}19 of 30, for mini" in other.inner_text()
+    goto(page, "models")
+    page.wait_for_selector(f"text=layers 0{TO}14 here, 15{TO}19 on studio, 20{TO}29 on kitchen")
+
+
+def test_while_it_loads_a_chip_says_how_far_each_machine_is(world: PageWorld) -> None:
+    held = [
+        HeldLayers("studio", 15, 20, "warming up", 5_000_000_000, 5_000_000_000),
+        HeldLayers("kitchen", 20, 30, "reading", 2_000_000_000, 10_000_000_000),
+    ]
+    world.status = together(
+        world, members=held, state="loading", stage="layers on studio, kitchen", done=7_000, total=15_000
+    )
+    page = world.opened()
+    chip = page.wait_for_selector(f".chip:has-text('{MODEL}'):has-text('here')")
+    assert (
+        f"15{TO}19 on studio (warming up), 20{TO}29 on kitchen (reading, 2.0 GB of 10 GB)"
+        in chip.inner_text()
+    )
+    world.status = together(world)
+    page.wait_for_selector(f".chip:not(:has-text('reading')):has-text('20{TO}29 on kitchen')")

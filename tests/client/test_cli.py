@@ -798,9 +798,11 @@ def test_ctrl_c_stops_a_pull(daemon: FakeDaemon, env: dict[str, str]) -> None:
 @pytest.mark.parametrize("verb", ["verify", "load", "unload", "pin", "unpin"])
 def test_verbs_on_one_model(run: Run, daemon: FakeDaemon, verb: str) -> None:
     answer = {"ok": True, "digest": "abc"} if verb == "verify" else {"ok": True}
-    daemon.on("POST", f"/fleet/v1/models/{verb}", Reply(answer))
+    followed = {"stream": True} if verb in ("load", "pin") else {}
+    reply = Reply(stream=[data({"done": True, "name": "m"})]) if followed else Reply(answer)
+    daemon.on("POST", f"/fleet/v1/models/{verb}", reply)
     done = run("models", verb, "m", home=daemon.home)
-    assert (done.returncode, daemon.seen[-1].body) == (0, {"model": "m"})
+    assert (done.returncode, daemon.seen[-1].body) == (0, {"model": "m", **followed})
     assert done.stdout.startswith("m stays " if verb == "pin" else "m is ")
     assert json.loads(run("models", verb, "m", "--json", home=daemon.home).stdout) == answer
 
@@ -934,9 +936,9 @@ def test_status_says_who_holds_which_layers(run: Run, daemon: FakeDaemon) -> Non
 
 
 def test_loading_over_several_machines_names_them(run: Run, daemon: FakeDaemon) -> None:
-    daemon.on("POST", "/fleet/v1/models/load", Reply({"ok": True}))
+    daemon.on("POST", "/fleet/v1/models/load", pulling(data({"done": True, "name": "m"})))
     done = run("models", "load", "m", "--on", "this, kitchen", home=daemon.home)
     assert "m is loaded on this and kitchen." in done.stdout
-    assert daemon.seen[-1].body == {"model": "m", "placement": ["this", "kitchen"]}
+    assert daemon.seen[-1].body == {"model": "m", "placement": ["this", "kitchen"], "stream": True}
     refused = run("models", "load", "m", "--on", "kitchen,", home=daemon.home)
     assert "commas" in refused.stderr

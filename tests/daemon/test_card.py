@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from nested_fields import changed
 
 from fleetd import limits
-from fleetd.control.daemon_status import EngineStatus, HardwareReading, RequestCounts
+from fleetd.control.daemon_status import EngineStatus, HardwareReading, HeldLayers, RequestCounts
 from fleetd.control.model_facts import MeasuredSpeed, ModelShape, StateSizes
 from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Profile
@@ -277,6 +277,19 @@ async def test_what_a_load_took_and_what_a_prefill_consists_of_is_known_after_it
     cold = daemon.model
     assert (cold.state, cold.load_s) == ("installed", 8)
     assert cold.shape == told
+
+
+@pytest.mark.one_loop
+async def test_what_machines_measure_together_is_not_said_of_one_of_them() -> None:
+    daemon = CardDaemon()
+    await daemon.listed()
+    daemon.engines = [engine(7, members=[HeldLayers("kitchen", 2, 4)])]
+    model = daemon.model
+    assert model.state == "loaded"
+    assert (model.speed, model.arithmetic, model.scoring) == (MeasuredSpeed(), "", "")
+    # Alone it is measured anew.
+    daemon.engines = [engine(8)]
+    assert daemon.model.speed.decode_tok_s == 25.0
 
 
 @pytest.mark.one_loop

@@ -19,6 +19,7 @@ from structlog.testing import capture_logs
 from fleetd import limits
 from fleetd.control.usage_report import UsageTotals
 from fleetd.engine.protocol import Timings, Usage
+from fleetd.errors import EngineDied
 from fleetd.requests.ledger import SCORE_ROUTE, Gain, Ledger, Reservation
 from fleetd.storage.store import Store, StoreUnavailable
 
@@ -55,6 +56,25 @@ async def test_a_refund_bills_nothing(store: Store, ledger: Ledger) -> None:
     await ledger.reserve(row())
     ledger.refund(row(), "engine_died")
     assert raw(store) == {"r": ("refunded", "engine_died", 0)}
+
+
+async def test_an_entry_is_settled_with_what_was_noted_or_refunded_with_what_ended_it(
+    store: Store, ledger: Ledger
+) -> None:
+    async with ledger.entry(row("done")) as spent:
+        assert raw(store)["done"] == ("reserved", "", 0)
+        spent.usage, spent.timings = USED, TOOK
+    with pytest.raises(EngineDied):
+        async with ledger.entry(row("died")):
+            raise EngineDied("It is gone.")
+    with pytest.raises(asyncio.CancelledError):
+        async with ledger.entry(row("left")):
+            raise asyncio.CancelledError
+    assert raw(store) == {
+        "done": ("settled", "stop", 5),
+        "died": ("refunded", "engine_died", 0),
+        "left": ("refunded", "cancelled", 0),
+    }
 
 
 async def test_the_first_closing_wins(store: Store, ledger: Ledger) -> None:

@@ -10,10 +10,13 @@ import pytest
 from asking import folder_of
 from sharing import LAYERS, write
 
+from fleetd import limits
+from fleetd.control.prefill_trace import GroupStage
+from fleetd.engine.daemon_side.group_front import GroupFront, GroupLife
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import Loading
 from fleetd.engine.settings import GroupMember
-from fleetd.errors import GroupLost
+from fleetd.errors import FleetError, GroupLost
 from fleetd.models.folder import ModelFolder
 
 pytestmark = pytest.mark.one_loop
@@ -98,5 +101,76 @@ async def test_a_worker_is_told_of_the_drafter_for_its_model(tmp_path: Path) -> 
         assert engine.facts is not None
         # There is none: it says why, and the model runs.
         assert engine.facts.draft_head.startswith("off: ")
+    finally:
+        await pool.close()
+
+
+class HeldGroup(FormingGroup):
+    """A group whose front is ready, though no worker runs."""
+
+    closed = False
+
+    async def form(self, told: Callable[[Loading], None]) -> None:
+        self.begun.set()
+        await asyncio.Event().wait()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def forming(pool: EnginePool, folder: ModelFolder, made: list[FormingGroup], count: int) -> None:
+    """Until so many groups have begun to form."""
+    while len(made) < count:  # noqa: ASYNC110  (the pool announces nothing before)
+        await asyncio.sleep(0)
+    await made[-1].begun.wait()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+async def test_a_group_that_nobody_uses_is_loaded_over_another_cut(
+    tmp_path: Path, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "GROUP_RECUT_IDLE_S", 0.0)
+    folder, made = folder_of(write(tmp_path / "tiny")), list[FormingGroup]()
+    measured = [GroupStage("", 0, 2, 0.1, 0.0, 64), GroupStage("kitchen", 2, LAYERS, 0.9, 0.1, 64)]
+    seen: list[object] = []
+
+    def group(*_: object) -> FormingGroup:
+        made.append(HeldGroup(["kitchen"]))
+        return made[-1]
+
+    def cut_anew(name: str, stages: Sequence[GroupStage]) -> tuple[GroupLife, str]:
+        seen.append((name, stages))
+        return group(), "kitchen is slow."
+
+    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30), groups=group, cut_anew=cut_anew)
+    try:
+        loading = asyncio.create_task(pool.load(folder, ["kitchen"]))
+        await forming(pool, folder, made, 1)
+        front = pool.loading_engine(folder)
+        assert isinstance(front, GroupFront)
+        pool.cut_when_idle()
+        assert not seen  # It loads, and has measured nothing.
+        front.state, front.stages = "ready", measured
+        await front._notify()
+        await loading
+        if asked:
+            with pool._claim(folder.name):
+                pool.cut_when_idle()
+                assert pool._cutting is None
+            return
+        pool.cut_when_idle()
+        await forming(pool, folder, made, 2)
+        assert seen == [(folder.name, measured)]
+        assert [getattr(each, "closed", None) for each in made] == [True, False]
+        (status,) = pool.status()
+        assert (status.state, status.cut_anew) == ("loading", "kitchen is slow.")
+        # A request waits for it.
+        waiting = asyncio.create_task(pool.load(folder))
+        pool.cut_when_idle()
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await pool.unload(folder.name)
+        with pytest.raises(FleetError):
+            await waiting
     finally:
         await pool.close()

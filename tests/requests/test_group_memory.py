@@ -15,6 +15,7 @@ from fakes import WITHIN_S
 from sharing_fakes import DIGEST, HelperMachine, HomePartners, machines, own_card
 
 from fleetd.engine.protocol import Accepted, Event, ServeStage, StreamTag
+from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import OutOfMemory
 from fleetd.models.folder import ModelFolder, read_folder
 from fleetd.models.memory_need import WeightRules, layer_bytes
@@ -35,6 +36,9 @@ class StageWorker:
     """Holds layers until it is cancelled."""
 
     facts = None
+
+    def __init__(self, first: int, last: int) -> None:
+        self.settings = WorkerSettings(name="m", path="m", first_layer=first, last_layer=last)
 
     async def serve(self, stage: ServeStage) -> AsyncGenerator[Event, None]:
         yield Accepted(stage.id, stage.tokens)
@@ -57,7 +61,7 @@ class StagePool:
         self.used.append((first, last))
         try:
             await asyncio.sleep(0)
-            yield StageWorker()
+            yield StageWorker(first, last)
         finally:
             self.used.remove((first, last))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,14 +13,17 @@ from member_cards import MODEL as CARD
 from msgspec.structs import replace
 
 from fleetctl.render.group_table import group_lines
+from fleetd import limits
 from fleetd.control.group_view import GroupView
 from fleetd.control.model_facts import MeasuredSpeed
+from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.protocol import Generate, TextPrompt
 from fleetd.errors import FleetError, InvalidValue, NoMachine, OutOfMemory
 from fleetd.limits import GIB
 from fleetd.models.folder import ModelFolder, read_folder
 from fleetd.models.memory_need import WORKING_BYTES, WeightRules
 from fleetd.p2p.membership.cards import Card, MachineFacts
+from fleetd.plan.measured_cut import LEAST_STEPS
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.groups.planning import FleetGroups
 from fleetd.requests.job import Job, Planned
@@ -203,3 +207,76 @@ def test_the_plan_of_a_loaded_group_has_the_speeds_that_it_measured(folder: Mode
         "2 machines hold its 4 layers: about 17.2 tokens per second for one answer (measured), with room for "
         f"{view.tokens:,} tokens. They read 1,234 tokens of a prompt per second."
     )
+
+
+# ---- cut anew --------------------------------------------------------------------------------------------
+
+
+def stages(view: GroupView, *layer_ms: float) -> list[GroupStage]:
+    """What each machine was measured to take, in the order of the parts."""
+    return [
+        GroupStage("", part.first, part.last, (part.last - part.first) * ms / 1000, 0.0, LEAST_STEPS)
+        for part, ms in zip(view.parts, layer_ms, strict=True)
+    ]
+
+
+class TurnedClock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def held(clock: TurnedClock, folder: ModelFolder) -> tuple[FleetGroups, Callable[[], GroupView]]:
+    """Layers on this machine and on studio, and how they are held now."""
+    made = groups(other("studio"))
+    made._monotonic = clock
+    assert made(folder, "") is not None
+    made._loaded = lambda _: MeasuredSpeed()
+
+    def view() -> GroupView:
+        found = made.loaded(folder)
+        assert found is not None
+        return found
+
+    return made, view
+
+
+def test_a_group_is_cut_anew_by_measured_steps_and_says_why(folder: ModelFolder) -> None:
+    made, view = held(TurnedClock(), folder)
+    first = view()
+    assert made.anew(MODEL, stages(first, 1, 1)) is None
+    assert made.anew("another", stages(first, 1, 9)) is None
+    found = made.anew(MODEL, stages(first, 1, 9))
+    assert found is not None
+    group, why = found
+    assert [(member.name, member.first, member.last) for member in group.members] == [("studio", 3, 4)]
+    assert "9.0 times as long on studio as on this" in why
+    assert "layers 0 to 2 on this, 3 to 3 on studio" in why
+    assert view().why.endswith(why)
+
+
+def test_it_is_cut_anew_ever_more_rarely(folder: ModelFolder) -> None:
+    clock = TurnedClock()
+    made, view = held(clock, folder)
+    pauses, slow = [], (1.0, 9.0)
+    for _ in range(4):
+        while made.anew(MODEL, stages(view(), *slow)) is None:
+            clock.now_s += 60
+            pauses[-1] += 60
+        # Now the other one turns out slow.
+        slow = slow[1], slow[0]
+        pauses.append(0.0)
+    assert pauses[:3] == [limits.GROUP_RECUT_S, 2 * limits.GROUP_RECUT_S, 4 * limits.GROUP_RECUT_S]
+
+
+def test_what_was_measured_decides_the_next_load_until_a_member_refuses_it(folder: ModelFolder) -> None:
+    made, view = held(TurnedClock(), folder)
+    first = view()
+    assert made.anew(MODEL, stages(first, 1, 9)) is not None
+    again = made(folder, "")
+    assert again is not None
+    assert [(member.first, member.last) for member in again.members] == [(3, 4)]
+    # That cut cannot be held after all, and the first one could.
+    again._failed("studio", OutOfMemory("No room."))
+    assert [(part.first, part.last) for part in view_of(made, folder).parts] == [(0, 2), (2, 4)]

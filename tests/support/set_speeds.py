@@ -10,7 +10,9 @@ Calibration, corrections and probes have tests of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -20,6 +22,10 @@ PREFILL_BYTES_PER_S, DECODE_BYTES_PER_S = 60e9, 6e9
 MOST_PREFILL_TOK_S, MOST_DECODE_TOK_S = 5_000.0, 100.0
 VECTORS_TOK_S = 2_000.0
 RTT_S, BYTES_PER_S = 0.0005, 200e6
+# A plain step in one layer of a machine of a group, and on the way there and back. A folder named by STEPS
+# may have a file for each machine with the seconds of one of its layers, "this" for the one that answers.
+LAYER_S, WAY_S = 0.001, 0.0005
+STEPS = "FLEETD_TEST_STEPS"
 # How long is waited for scores and helpers, for a disk, and for another machine's look at its own: other
 # tests use the same processors and the same disk.
 LIMITS = {
@@ -35,6 +41,8 @@ LIMITS = {
     # A thread that beats may wait for its turn on a busy machine.
     "GROUP_SILENT_S": 10.0,
     "GROUP_LOOKUP_S": 60.0,
+    # Idle for so long, a model over machines may be cut anew.
+    "GROUP_RECUT_IDLE_S": 1.0,
     "RANK_STALL_S": 8.0,
     "RANK_SILENT_S": 15.0,
     # Behind all other tests a worker for vectors would have no turn.
@@ -48,6 +56,7 @@ LIMITS = {
 
 def install() -> None:
     """Called in the process that all programs are forked from."""
+    from fleetd.engine.groups.step_times import StepTimes
     from fleetd.engine.load import loading
     from fleetd.engine.vectors import vector_loading
     from fleetd.fleet.service import Fleet
@@ -67,6 +76,7 @@ def install() -> None:
     Fleet.machines = machines
     ModelSpeeds.ran = _nothing
     SpeedCorrections.ran = _nothing
+    StepTimes.add = _set_step(StepTimes.add)
     vector_loading._pace = lambda *_: VECTORS_TOK_S
     VectorMachines.learn = _nothing
 
@@ -82,6 +92,18 @@ def _speeds(model: Any, *_: Any) -> Any:
     prefill_tok_s = min(MOST_PREFILL_TOK_S, PREFILL_BYTES_PER_S / n_bytes)
     speed = MeasuredSpeed(prefill_tok_s, min(MOST_DECODE_TOK_S, DECODE_BYTES_PER_S / n_bytes))
     return Measurement(speed, chunk_s={size: size / prefill_tok_s for size in CHUNKS})
+
+
+def _set_step(add: Callable[..., None]) -> Callable[..., None]:
+    """``StepTimes.add`` with seconds that are set."""
+
+    def added(self: Any, tokens: int, *_: Any) -> None:
+        layer_s, folder = LAYER_S, os.environ.get(STEPS)
+        if folder and (chosen := Path(folder) / (self.name or "this")).exists():
+            layer_s = float(chosen.read_text())
+        add(self, tokens, layer_s * (self.last - self.first), WAY_S if self.name else 0.0)
+
+    return added
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from fleetd.control.model_change import MemberProgress
 from fleetd.engine.protocol import Accepted, Event, Loading, Prefill, Tokenized
 
 
 class ProgressComments:
     """Folds events of all choices into one comment.
 
-    ``: loading STAGE done/total`` while a model is fetched or loaded, then ``: keepalive done/total`` in
-    prompt tokens, summed over the choices. The counts never shrink, so a progress bar never jumps back.
+    ``: loading STAGE done/total`` while a model is fetched or loaded, with ``; MACHINE: STAGE done/total`` in
+    bytes for each other machine of a model over several, then ``: keepalive done/total`` in prompt tokens,
+    summed over the choices. The counts never shrink, so a progress bar never jumps back.
     """
 
     def __init__(self) -> None:
@@ -37,5 +39,13 @@ class ProgressComments:
         if self._loading is not None:
             # A newline would end the comment and start a field.
             stage = " ".join(self._loading.stage.split()) or "model"
-            return f"loading {stage} {self._loading.done}/{self._loading.total}"
+            members = "".join(f"; {_member(each)}" for each in self._loading.members)
+            return f"loading {stage} {self._loading.done}/{self._loading.total}{members}"
         return f"keepalive {sum(self._done.values())}/{sum(self._total.values())}"
+
+
+def _member(member: MemberProgress) -> str:
+    """A name is whatever its owner typed: here it holds none of the marks between members."""
+    name = " ".join(member.name.replace(";", " ").replace(":", " ").split())
+    stage = " ".join(member.stage.replace(";", " ").split())
+    return f"{name}: {stage} {member.done_bytes}/{member.total_bytes}"

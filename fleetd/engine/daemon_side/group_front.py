@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 import structlog
 
 from fleetd.control.daemon_status import EngineStatus, HeldLayers
+from fleetd.control.model_change import MemberProgress
 from fleetd.control.model_facts import MeasuredSpeed
+from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.failures import typed
-from fleetd.engine.protocol import Loading
+from fleetd.engine.protocol import Event, Finished, Loading
 from fleetd.engine.settings import GroupMember, RingPlace, WorkerSettings
 from fleetd.errors import EngineDied, FleetError
 
@@ -51,8 +53,24 @@ class GroupFront(EngineProcess):
             settings, group=group.members, group_tokens=group.tokens, ring=group.ring
         )
         super().__init__(settings, **options)
-        self._group = group
+        self._group, self._options = group, options
         self._life: asyncio.Task[None] | None = None
+        # What plain steps took lately in the layers of each machine, by the last answer.
+        self.stages: Sequence[GroupStage] = ()
+        # Why it was cut anew, as a sentence; "" for a first cut.
+        self.cut_anew = ""
+
+    def over(self, group: GroupLife, held_bytes: int, cut_anew: str) -> GroupFront:
+        """The same model over another cut, not started.
+
+        Args:
+            held_bytes: that other workers of this machine hold.
+            cut_anew: why, as a sentence.
+        """
+        settings = msgspec.structs.replace(self.settings, held_bytes=held_bytes)
+        front = GroupFront(settings, group, **self._options)
+        front.cut_anew, front.loading = cut_anew, Loading("cut anew, as measured")
+        return front
 
     @property
     def exact(self) -> bool:
@@ -69,8 +87,10 @@ class GroupFront(EngineProcess):
 
     @property
     def status(self) -> EngineStatus:
-        members = [HeldLayers(each.name, each.first, each.last) for each in self.settings.group]
-        return msgspec.structs.replace(super().status, members=members)
+        loading = self.loading.members if self.state == "loading" else []
+        progress = {each.name: each for each in loading}
+        members = [_held(each, progress.get(each.name, MemberProgress())) for each in self.settings.group]
+        return msgspec.structs.replace(super().status, members=members, cut_anew=self.cut_anew)
 
     async def start(self) -> None:
         self._life = asyncio.create_task(self._live(), name=f"group-{self.settings.name}")
@@ -101,6 +121,11 @@ class GroupFront(EngineProcess):
         else:
             self.kill(error)
 
+    def _on_event(self, event: Event, now: float) -> None:
+        if isinstance(event, Finished) and event.stages:
+            self.stages = event.stages
+        super()._on_event(event, now)
+
     async def _gone(self, process: asyncio.subprocess.Process) -> None:
         await super()._gone(process)
         if self._life is not None:
@@ -122,3 +147,9 @@ class GroupFront(EngineProcess):
             with contextlib.suppress(asyncio.CancelledError):
                 await self._life
         await super().stop()
+
+
+def _held(member: GroupMember, loading: MemberProgress) -> HeldLayers:
+    return HeldLayers(
+        member.name, member.first, member.last, loading.stage, loading.done_bytes, loading.total_bytes
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from fleetd import limits
+from fleetd.control.model_change import READING
 from fleetd.engine.protocol import Loading
 from fleetd.errors import EngineStalled
 from fleetd.hardware.process_work import ProcessWork
@@ -39,7 +40,7 @@ class LoadWatch:
         if work != self._work:
             self._work, self._moved_s = work, now_s
         progress, before = self._progress, self._before
-        if progress.stage == "reading":
+        if progress.stage == READING:
             gained = max(work.read_bytes - before.read_bytes, work.resident_bytes - before.resident_bytes, 0)
             if (done := min(progress.total, gained)) > progress.done:
                 self._progress, self._told_s = replace(progress, done=done), now_s

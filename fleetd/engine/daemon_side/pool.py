@@ -24,6 +24,7 @@ from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, Pressure
 from fleetd.control.model_change import Split
 from fleetd.control.model_facts import KvBits
+from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.cpu import address_space, openmp_file
 from fleetd.engine.daemon_side.group_front import GroupFront, GroupLife
 from fleetd.engine.daemon_side.loaded_model import LoadedModel
@@ -112,6 +113,9 @@ class EnginePool:
     groups: Callable[[ModelFolder, CpuArithmetic | Literal[""], Sequence[str]], GroupLife | None] = (
         lambda folder, arithmetic, over: None
     )
+    # The same machines with other parts of a model that they hold, and why, given the model's name and what
+    # its layers took lately; None: it stays as it is cut.
+    cut_anew: Callable[[str, Sequence[GroupStage]], tuple[GroupLife, str] | None] = lambda name, stages: None
     # The same for a model whose layers are divided: the other ranks. Raises FleetError if it cannot be.
     ranks: Callable[[ModelFolder, Sequence[str]], GroupLife] | None = None
     # The folder of what drafts from a model's hidden states; None: what lies in its own folder, if anything.
@@ -138,6 +142,8 @@ class EnginePool:
     _wanted: set[str] = field(default_factory=set, init=False)
     _to_load: dict[str, ModelFolder] = field(default_factory=dict, init=False)
     _measuring: asyncio.Task[None] | None = field(default=None, init=False)
+    # Loads a model that is cut anew.
+    _cutting: asyncio.Task[None] | None = field(default=None, init=False)
     # When memory was given back last because the system was short of it; 0 if it is not.
     _relieved_at: float = field(default=0.0, init=False)
 
@@ -148,6 +154,7 @@ class EnginePool:
         while True:
             await asyncio.sleep(_CHECK_S)
             self.use_idle_time()
+            self.cut_when_idle()
             self.share_memory()
             await self.relieve(self.pressure())
             for name, model in list(self._models.items()):
@@ -265,6 +272,46 @@ class EnginePool:
             await self._load_beside(_WantedLayers(folder))
         except FleetError as error:
             log.info("engine.not_measured", model=folder.name, reason=str(error))
+
+    # ---- cut anew --------------------------------------------------------------------------------------
+
+    def cut_when_idle(self) -> None:
+        """Called every second or so: a model over several machines that nobody uses may be loaded over
+        another cut, if its machines turned out to be slower or faster than planned."""
+        if self._cutting is not None and not self._cutting.done():
+            return
+        for name, model in self._models.items():
+            front = model.first
+            if isinstance(front, GroupFront) and front.stages and self._may_cut(model):
+                self._cutting = asyncio.create_task(self._cut(model, front), name=f"cut-{name}")
+                return
+
+    def _may_cut(self, model: LoadedModel) -> bool:
+        quiet = model.first.idle_s >= limits.GROUP_RECUT_IDLE_S
+        return quiet and model.state == "ready" and not model.busy and not self._in_use(model.name)
+
+    async def _cut(self, model: LoadedModel, front: GroupFront) -> None:
+        """Load a model over another cut, if there is a better one. Requests that come meanwhile wait for that
+        load as for any other; if it fails, the next one plans anew and loads it."""
+        name = model.name
+        async with self._starting:
+            if self._models.get(name) is not model or not self._may_cut(model):
+                return
+            # Each answer's figures are looked at once.
+            stages, front.stages = front.stages, ()
+            if (found := self.cut_anew(name, stages)) is None:
+                return
+            group, why = found
+            cut = LoadedModel([front.over(group, self._held_besides(front), why)], self._exited)
+            self._models[name] = cut
+            # The memory of its machines holds one of both.
+            await self._end(model)
+            await cut.start()
+        try:
+            async for _ in cut.loaded():
+                pass
+        except FleetError as error:
+            log.warning("group.not_cut_anew", model=name, code=error.code, reason=error.message)
 
     async def stream(
         self, folder: ModelFolder, request: Generate, over: Collection[str] | None = None
@@ -394,6 +441,20 @@ class EnginePool:
         """The worker that has the whole model, if it is ready."""
         return self._ready(folder.name)
 
+    def loading_engine(self, folder: ModelFolder) -> EngineProcess | None:
+        """The worker that has the whole model, or is about to."""
+        model = self._models.get(folder.name)
+        return model.first if model is not None and model.state in ("loading", "ready") else None
+
+    def takes_others(self, folder: ModelFolder, over: Collection[str] | None) -> bool:
+        """True if a load of the model would need other machines. ``over``: as ``stream``. Reads headers of
+        files."""
+        if over is not None:
+            return bool(over)
+        rules = self.weight_rules()
+        need = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
+        return need.n_bytes > rules.budget_bytes
+
     def _ready(self, name: str) -> EngineProcess | None:
         model = self._models.get(name)
         return model.first if model is not None and model.state == "ready" else None
@@ -464,12 +525,14 @@ class EnginePool:
 
     def held_of(self, folder: ModelFolder, first: int, last: int) -> int:
         """Bytes of memory that the worker of just these layers holds; 0 without one."""
-        model = self._models.get(_WantedLayers(folder, first, last).name)
-        return sum(worker.claimed_bytes for worker in model.workers) if model is not None else 0
+        return self._held_for(_WantedLayers(folder, first, last))
 
     def held_by_rank(self, folder: ModelFolder, place: RingPlace) -> int:
         """Bytes of memory that the worker of this rank holds; 0 without one."""
-        model = self._models.get(_WantedLayers(folder, ring=place).name)
+        return self._held_for(_WantedLayers(folder, ring=place))
+
+    def _held_for(self, wanted: _WantedLayers) -> int:
+        model = self._models.get(wanted.name)
         return sum(worker.claimed_bytes for worker in model.workers) if model is not None else 0
 
     def holds(self, folder: ModelFolder, first: int, last: int) -> bool:
@@ -559,9 +622,10 @@ class EnginePool:
 
     async def close(self) -> None:
         """End all workers."""
-        if self._measuring is not None:
-            self._measuring.cancel()
-            await asyncio.gather(self._measuring, return_exceptions=True)
+        for task in (self._measuring, self._cutting):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await asyncio.gather(*(self.unload(name) for name in list(self._models)))
 
     @contextmanager

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from fleetd import limits
 from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.groups.flight import Flight, GroupStages
-from fleetd.engine.groups.remote_rows import KeptThere, RemoteRows
+from fleetd.engine.groups.remote_rows import KeptThere, divided
 from fleetd.engine.groups.remote_stage import RemoteStage
 from fleetd.engine.groups.step_times import StepTimes
 from fleetd.engine.layers.hidden_states import NO_TAPS, Taps, noted_states
@@ -153,9 +153,9 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         """
         stages = self._members.stages
         self._members.pass_on()
-        own, rest = cache[: len(cache) - len(stages)], cache[len(cache) - len(stages) :]
+        own, rest = divided(cache, len(stages))
         # In a batch each row has a position of its own, which its caches know.
-        start = _remote(rest[0]).tokens if tokens.shape[0] == 1 else 0
+        start = rest[0].tokens if tokens.shape[0] == 1 else 0
         inputs = self._front.inputs(tokens, start) if self.takes_tokens else PassInputs(start)
         begun = time.monotonic()
         here = [layer for layer in taps.layers if layer < self._front.last]
@@ -169,9 +169,7 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         last = self._front.total - 1 if wanted and self._front.total - 1 in taps.layers else -1
         asked = Taps(tuple(layer for layer in taps.layers if layer != last), taps.rows)
         passes = [
-            member.enter(
-                _remote(rows), tokens, wanted=wanted or member is not stages[-1], room=room, taps=asked
-            )
+            member.enter(rows, tokens, wanted=wanted or member is not stages[-1], room=room, taps=asked)
             for member, rows in zip(stages, rest, strict=True)
         ]
         for entered, after in zip(passes, zip(stages[1:], passes[1:], strict=True), strict=False):
@@ -209,9 +207,3 @@ class GroupModel(nn.Module):  # type: ignore[misc]
 
     def _wait_for_all_but(self, blocks: int) -> None:
         self._members.wait(lambda: all(member.under_way <= blocks for member in self._members.stages))
-
-
-def _remote(rows: Any) -> RemoteRows:
-    if not isinstance(rows, RemoteRows):
-        raise TypeError(f"a member's rows are no {type(rows).__name__}")
-    return rows

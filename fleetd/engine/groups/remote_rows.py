@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from fleetd import limits
 from fleetd.control.model_facts import StateSizes
 from fleetd.engine.groups.messages import (
     ALL,
@@ -72,6 +73,14 @@ class CachesThere:
 
     def tell(self, change: Change) -> None:
         self.untold.append(change)
+
+    def take_untold(self, send: Callable[[list[Change]], None]) -> list[Change]:
+        """The changes that were not told yet, for the next message. Of very many all but the last are sent
+        before it, as many as a message holds at a time."""
+        while len(self.untold) > limits.GROUP_CHANGES:
+            send([self.untold.popleft() for _ in range(limits.GROUP_CHANGES)])
+        # Others may be added meanwhile, of caches that are thrown away.
+        return [self.untold.popleft() for _ in range(len(self.untold))]
 
     def number(self) -> int:
         """One that is not in use."""
@@ -261,3 +270,17 @@ class RemoteKind(StateKind):
 
 for _kind in (RemoteRows, RemoteBatch, RemoteNote):
     register(_kind, RemoteKind())
+
+
+def divided(caches: Sequence[object], others: int) -> tuple[list[Any], list[RemoteRows]]:
+    """A sequence's caches: this machine's own, and the last ones, an entry for each other machine.
+
+    Raises TypeError if those are of layers of this machine.
+    """
+    count = len(caches) - others
+    remote = []
+    for each in caches[count:]:
+        if not isinstance(each, RemoteRows):
+            raise TypeError(f"another machine's rows are no {type(each).__name__}")
+        remote.append(each)
+    return list(caches[:count]), remote

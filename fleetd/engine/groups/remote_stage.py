@@ -141,12 +141,7 @@ class RemoteStage:
 
     def _told(self) -> list[Change]:
         """The changes that were not sent yet, the last of which go with a run."""
-        untold = self._caches.untold
-        while len(untold) > limits.GROUP_CHANGES:
-            changes = [untold.popleft() for _ in range(limits.GROUP_CHANGES)]
-            self._unsent.append(StagePass(RunStage(changes)))
-        # Others may be added meanwhile, of caches that are thrown away.
-        return [untold.popleft() for _ in range(len(untold))]
+        return self._caches.take_untold(lambda changes: self._unsent.append(StagePass(RunStage(changes))))
 
     def _flush(self) -> None:
         while self._unsent and (self._unsent[0].hidden is not None or not self._unsent[0].runs):

@@ -14,12 +14,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from fleetd.engine.groups.remote_rows import KeptThere
+from fleetd.engine.groups.remote_rows import KeptThere, divided
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.measure.pass_progress import PassProgress
 from fleetd.engine.ranks import dividing
 from fleetd.engine.ranks.rank_pass import run_pass
-from fleetd.engine.ranks.remote_rank import RemoteRank, divided
+from fleetd.engine.ranks.remote_rank import RemoteRank
 
 
 class RankModel(nn.Module):  # type: ignore[misc]

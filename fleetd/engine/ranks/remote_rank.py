@@ -5,15 +5,12 @@ Nothing comes back. That a rank computes is shown by the sums that need its part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 import numpy as np
 
-from fleetd import limits
 from fleetd.engine.failures import MemberLost
 from fleetd.engine.groups import messages
-from fleetd.engine.groups.messages import Change, RunStage
+from fleetd.engine.groups.messages import RunStage
 from fleetd.engine.groups.remote_rows import CachesThere, KeptThere, RemoteRows
 from fleetd.engine.protocol import STAGE
 from fleetd.engine.streams.frames import Connect, FrameHeader, Kind
@@ -40,7 +37,8 @@ class RemoteRank:
         batch, count = tokens.shape
         start = rows.tokens if batch == 1 else 0
         ids = np.array(tokens).reshape(-1).tolist()
-        self._send(RunStage(self._told(), rows.number, batch, count, start=start, ids=ids))
+        changes = self._caches.take_untold(lambda early: self._send(RunStage(early)))
+        self._send(RunStage(changes, rows.number, batch, count, start=start, ids=ids))
         rows.grow(count)
         try:
             self._pipe.receive()
@@ -50,30 +48,9 @@ class RemoteRank:
     def close(self) -> None:
         self._pipe.close()
 
-    def _told(self) -> list[Change]:
-        """The changes that were not sent yet; all but the last of very many are sent now."""
-        untold = self._caches.untold
-        while len(untold) > limits.GROUP_CHANGES:
-            self._send(RunStage([untold.popleft() for _ in range(limits.GROUP_CHANGES)]))
-        # Others may be added meanwhile, of caches that are thrown away.
-        return [untold.popleft() for _ in range(len(untold))]
-
     def _send(self, command: RunStage) -> None:
         message = memoryview(messages.encode(command))
         self._pipe.send(FrameHeader(Kind.STAGE, count=command.tokens, sizes=(message.nbytes, 0)), message)
-
-
-def remote(rows: object) -> RemoteRows:
-    """Raises TypeError for the caches of layers of this machine."""
-    if not isinstance(rows, RemoteRows):
-        raise TypeError(f"another rank's rows are no {type(rows).__name__}")
-    return rows
-
-
-def divided(caches: Sequence[object], ranks: int) -> tuple[list[object], list[RemoteRows]]:
-    """A sequence's caches: this machine's own, and an entry for each other rank."""
-    count = len(caches) - ranks
-    return list(caches[:count]), [remote(each) for each in caches[count:]]
 
 
 def _nothing_comes(head: FrameHeader) -> list[memoryview]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from fleetd import limits
+from fleetd.control.model_change import READING, MemberProgress
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Loading, StreamTag
 from fleetd.engine.settings import GroupMember, RingPlace
@@ -46,10 +47,30 @@ class _AskedMember:
     arithmetic: str = field(default="")
     # What its layers compute; "" if that is unknown.
     layers: str = field(default="")
+    # What it does, and the share of its layers' bytes that it has read.
+    stage: str = field(default="asked")
+    read: float = field(default=0.0)
 
     @property
     def name(self) -> str:
         return self.part.machine.name
+
+    def hear(self, told: StageTold) -> None:
+        """Take over how far its load is."""
+        self.arithmetic, self.layers = told.arithmetic, told.layers
+        if told.stream is not None:
+            self.stage, self.read = "loaded", 1.0
+            return
+        if told.stage == READING and told.total:
+            self.read = min(1.0, told.done / told.total)
+        elif self.stage == READING:
+            self.read = 1.0
+        self.stage = told.stage
+
+    @property
+    def progress(self) -> MemberProgress:
+        n_bytes = (self.part.last - self.part.first) * self.part.machine.layer_bytes
+        return MemberProgress(self.name, self.stage, int(self.read * n_bytes), n_bytes)
 
 
 class FleetGroup:
@@ -57,6 +78,7 @@ class FleetGroup:
     model, digest: as the members are to find it.
     promise_here: what this machine promises its own part, given what tells the bytes that are held of it.
     failed: told of each member that is lost, by its node id, and why.
+    after: the id of a group that has ended, whose layers the members free before they promise memory.
     """
 
     # Layers are not divided.
@@ -72,16 +94,20 @@ class FleetGroup:
             nullcontext()
         ),
         failed: Callable[[str, FleetError], None] = lambda node_id, error: None,
+        *,
+        after: str = "",
     ) -> None:
+        self._after = after
         self._partners, self._model, self._digest, self._planned = partners, model, digest, planned
         self._promise_here, self._promised = promise_here, ExitStack()
         self._is_promised = False
         self._engine: EngineProcess | None = None
         self._failed = failed
         self._all_joined = asyncio.Event()
-        self._id = secrets.token_hex(8)
+        # As its members know it.
+        self.id = secrets.token_hex(8)
         self._held = [
-            _AskedMember(part, GroupMember(part.first, part.last, f"{self._id}.{number}", part.machine.name))
+            _AskedMember(part, GroupMember(part.first, part.last, f"{self.id}.{number}", part.machine.name))
             for number, part in enumerate(planned.parts[1:])
         ]
 
@@ -146,7 +172,9 @@ class FleetGroup:
     async def _begin(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
         """Ask a member, and wait until it has promised the memory."""
         part = held.part
-        ask = StageQuestion(self._model, self._digest, self._id, part.first, part.last, self._planned.tokens)
+        ask = StageQuestion(
+            self._model, self._digest, self.id, part.first, part.last, self._planned.tokens, self._after
+        )
         with self._forming(held):
             held.stream = self._partners.request(part.machine.node_id, messages.SERVE, messages.encode(ask))
             await self._hear(held, held.stream, told)
@@ -188,15 +216,23 @@ class FleetGroup:
         self, held: _AskedMember, stream: PeerStream, told: Callable[[Loading], None]
     ) -> Invitation | None:
         """Where the stream is expected; None for a step on the way to that, which is told."""
-        part = held.part
         if (body := await self._next(stream)) is None:
             raise ProtocolError("It ended its part in the group without a word.")
         answer = messages.decode(body, StageTold)
-        held.arithmetic, held.layers = answer.arithmetic, answer.layers
-        if answer.stream is None:
-            where = f"{answer.stage}: layers {part.first} to {part.last} on {held.name}"
-            told(Loading(where[: limits.CARD_TEXT_CHARS], answer.done, answer.total))
+        held.hear(answer)
+        told(self._progress())
         return answer.stream
+
+    def _progress(self) -> Loading:
+        """How far all members are, in bytes of their layers."""
+        members = [held.progress for held in self._held]
+        where = f"layers on {', '.join(member.name for member in members)}"
+        return Loading(
+            where[: limits.CARD_TEXT_CHARS],
+            sum(member.done_bytes for member in members),
+            sum(member.total_bytes for member in members),
+            members,
+        )
 
     async def _watch(self, held: _AskedMember) -> None:
         try:

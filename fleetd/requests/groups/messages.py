@@ -40,6 +40,8 @@ class StageQuestion(msgspec.Struct, frozen=True):
     last: _Layer
     # Whose keys and values must have room.
     tokens: _Count
+    # The id of an earlier group of that machine, whose layers are to be gone from memory first; "" for none.
+    after: Annotated[str, Meta(max_length=limits.REQUEST_ID_CHARS)] = ""
 
 
 class StageTold(msgspec.Struct, frozen=True):

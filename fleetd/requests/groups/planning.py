@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal
@@ -12,20 +13,25 @@ from msgspec.structs import replace
 from fleetd import limits
 from fleetd.control.group_view import GroupView
 from fleetd.control.model_facts import MeasuredSpeed
+from fleetd.control.prefill_trace import GroupStage
 from fleetd.errors import FleetError, Incompatible, ModelCorrupt, ModelUnsupported, NoMachine, OutOfMemory
 from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import WORKING_BYTES, LayerBytes, WeightRules, layer_bytes, weight_need
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupModelSize, Shortage, cut_with_fetchers
+from fleetd.plan.measured_cut import cut_anew, layer_seconds
+from fleetd.process.observe import get_logger
 from fleetd.requests.groups.client import FleetGroup
-from fleetd.requests.groups.group_views import group_view
+from fleetd.requests.groups.group_views import cut_anew_because, group_view
 from fleetd.requests.groups.machine_speeds import decode_tok_s
 from fleetd.requests.groups.part_fetchers import fetchers, most_layers
 from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.members.members import Member, Members, eligible
 from fleetd.requests.members.named_machines import hint_for
 from fleetd.requests.ports import FleetPort
+
+log = get_logger("fleetd.requests.groups.planning")
 
 Arithmetic = CpuArithmetic | Literal[""]
 # Each with the model as it has it, or would have it.
@@ -43,10 +49,21 @@ class GroupPlan(msgspec.Struct, frozen=True):
     hops_s: Mapping[str, float]
     # A person has named the machines.
     named: bool = False
+    # Why it was cut anew, as a sentence; "" for a first cut.
+    anew: str = ""
 
     @property
     def view(self) -> GroupView:
-        return group_view(self.found, self.size, self.hops_s, named=self.named)
+        view = group_view(self.found, self.size, self.hops_s, named=self.named)
+        return replace(view, why=f"{view.why} {self.anew}") if self.anew else view
+
+
+class _FormedGroup(msgspec.Struct, frozen=True):
+    """The last group of a model. ``id``: as its members know it."""
+
+    folder: ModelFolder
+    plan: GroupPlan
+    id: str
 
 
 class FleetGroups:
@@ -54,6 +71,7 @@ class FleetGroups:
     rules: how this machine holds weights, with all others unloaded.
     loaded: the measured speed of a model that is loaded over several machines; None if it is not.
     promised: what groups were promised of this machine's memory.
+    monotonic: seconds.
     """
 
     def __init__(
@@ -63,11 +81,18 @@ class FleetGroups:
         rules: Callable[[], WeightRules],
         loaded: Callable[[ModelFolder], MeasuredSpeed | None] = lambda folder: None,
         promised: PromisedMemory | None = None,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._promised = promised or PromisedMemory()
         self._partners, self._members, self._rules, self._loaded = partners, members, rules, loaded
-        # By model, the plan of its last group.
-        self._formed: dict[str, GroupPlan] = {}
+        self._monotonic = monotonic
+        # By model.
+        self._formed: dict[str, _FormedGroup] = {}
+        # By digest of a model, then by node id: measured seconds of a plain step in one layer.
+        self._layer_s: dict[str, Mapping[str, float]] = {}
+        # By model: from when on it may be cut anew, and how long the pause before that was.
+        self._anew_from: dict[str, tuple[float, float]] = {}
 
     def __call__(
         self, folder: ModelFolder, arithmetic: Arithmetic, over: Sequence[str] = ()
@@ -79,12 +104,18 @@ class FleetGroups:
         planned = self.plan(folder, arithmetic, over)
         if planned is None:
             return None
-        if isinstance(planned.found, Shortage):
-            raise _no_room(folder.name, planned.found, over)
-        self._formed[folder.name] = planned
-        part, room = planned.found.parts[0], self._rules().budget_bytes
+        return self._group(folder, planned, over)
+
+    def _group(
+        self, folder: ModelFolder, planned: GroupPlan, over: Sequence[str] = (), after: str = ""
+    ) -> FleetGroup:
+        """``after``: the id of a group of the same model that has ended. Raises OutOfMemory."""
+        found = planned.found
+        if isinstance(found, Shortage):
+            raise _no_room(folder.name, found, over)
+        part, room = found.parts[0], self._rules().budget_bytes
         n_bytes = (part.last - part.first) * (
-            part.machine.layer_bytes + planned.found.tokens * planned.size.row_bytes
+            part.machine.layer_bytes + found.tokens * planned.size.row_bytes
         )
         own = partial(
             self._promised.promise,
@@ -92,8 +123,54 @@ class FleetGroups:
             n_bytes + planned.size.outside_bytes,
             room,
         )
-        failed = partial(self._left_out, planned.digest)
-        return FleetGroup(self._partners, folder.name, planned.digest, planned.found, own, failed)
+        failed = partial(self._not_cut_anew if planned.anew else self._left_out, planned.digest)
+        group = FleetGroup(self._partners, folder.name, planned.digest, found, own, failed, after=after)
+        self._formed[folder.name] = _FormedGroup(folder, planned, group.id)
+        return group
+
+    # ---- cut anew ----------------------------------------------------------------------------------------
+
+    def anew(self, name: str, stages: Sequence[GroupStage]) -> tuple[FleetGroup, str] | None:
+        """The same machines with other parts of a model that they hold and that nobody uses, if what was
+        measured of them makes that worth a load, and why in a sentence; None if it is to stay as it is.
+
+        Each load doubles the pause until the next: speeds that come and go are not followed for ever.
+
+        Args:
+            stages: what plain steps took in the layers of each machine lately.
+        """
+        if (formed := self._formed.get(name)) is None:
+            return None
+        planned = formed.plan
+        if isinstance(planned.found, Shortage) or (layer_s := layer_seconds(planned.found, stages)) is None:
+            return None
+        self._layer_s[planned.digest] = {**self._layer_s.get(planned.digest, {}), **layer_s}
+        now_s = self._monotonic()
+        from_s, pause_s = self._anew_from.get(name, (0.0, limits.GROUP_RECUT_S))
+        if now_s < from_s or (anew := self._cut_anew(formed.folder, planned)) is None:
+            return None
+        self._anew_from[name] = now_s + pause_s, min(2 * pause_s, limits.GROUP_RECUT_MOST_S)
+        log.info("group.cut_anew", model=name, reason=anew.anew)
+        return self._group(formed.folder, anew, after=formed.id), anew.anew
+
+    def _cut_anew(self, folder: ModelFolder, planned: GroupPlan) -> GroupPlan | None:
+        """The same machines with the parts that are best by what was measured of them; None if that is not
+        known, or these gain too little."""
+        layer_s = self._layer_s.get(planned.digest)
+        if layer_s is None or isinstance(planned.found, Shortage):
+            return None
+        better = cut_anew(planned.size, planned.found, layer_s, context_tokens=folder.context_tokens)
+        if better is None:
+            return None
+        new, gain = better
+        return replace(planned, found=new, anew=cut_anew_because(planned.found, new, layer_s, gain))
+
+    def _not_cut_anew(self, digest: str, node_id: str, error: FleetError) -> None:
+        """A member failed in a group that was cut anew. The next one is planned as if nothing had been
+        measured: that cut was held."""
+        self._layer_s.pop(digest, None)
+        if not isinstance(error, OutOfMemory):
+            self._left_out(digest, node_id, error)
 
     def _left_out(self, digest: str, node_id: str, error: FleetError) -> None:
         """A member has failed. What has too little memory for a part is asked last for it, from now on."""
@@ -102,10 +179,10 @@ class FleetGroups:
 
     def loaded(self, folder: ModelFolder) -> GroupView | None:
         """How machines hold a model together now; None if they do not."""
-        speed, planned = self._loaded(folder), self._formed.get(folder.name)
-        if speed is None or planned is None:
+        speed, formed = self._loaded(folder), self._formed.get(folder.name)
+        if speed is None or formed is None:
             return None
-        view = planned.view
+        view = formed.plan.view
         tok_s = speed.decode_tok_s or view.tok_s
         return msgspec.structs.replace(view, loaded=True, tok_s=tok_s, prompt_tok_s=speed.prefill_tok_s)
 
@@ -178,7 +255,9 @@ class FleetGroups:
         )
         width = own.shape.hidden_bytes or 2 * int(folder.config.get("hidden_size") or 0)
         hops_s = {member.node_id: _hop_s(member, width) for member, _ in [*having, *lacking]}
-        return GroupPlan(found, own.digest, size, hops_s, named=bool(over))
+        planned = GroupPlan(found, own.digest, size, hops_s, named=bool(over))
+        # What their layers took in an earlier group says more than what whole models took there.
+        return self._cut_anew(folder, planned) or planned
 
     def _others(
         self, own: ModelCard, over: Sequence[str], *, even_left_out: bool

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Literal
 
@@ -74,6 +74,8 @@ class StageServer:
         self._context = context
         self._limit = ConcurrencyLimit(context, "group", limits.GROUPS, f"is in {limits.GROUPS} groups")
         self._background = BackgroundTasks()
+        # By machine and group: set once nothing of it is in memory any more.
+        self._held: dict[tuple[str, str], asyncio.Event] = {}
 
     async def __call__(self, peer: str, body: bytes, stream: PeerStream) -> None:
         """Raises FleetError: what the other side is told."""
@@ -91,6 +93,9 @@ class StageServer:
     ) -> AsyncGenerator[StageTold, None]:
         """What the other machine is told, while the layers are here; does not end by itself."""
         folder = await self._folder(peer, ask, stream)
+        if (before := self._held.get((peer, ask.after))) is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(before.wait(), limits.GROUP_AGAIN_S)
 
         def loading(step: Loading | Prefill) -> None:
             if isinstance(step, Loading):
@@ -122,10 +127,14 @@ class StageServer:
     ) -> AsyncGenerator[StageTold, None]:
         """The same, once there is memory for it."""
         origin = await self._label(peer)
+        self._held[peer, ask.id] = asyncio.Event()
+        layers = ask.first, ask.last
         try:
             async with self._pool.assisting(
                 folder, ask.first, ask.last, progress=loading, asked_by=self._name_of(peer)
             ) as engine:
+                # A worker that has more layers than these serves them, too.
+                layers = engine.settings.first_layer, engine.settings.last_layer
                 served = ServeStage(own_id(ask.id), ask.first, ask.last, ask.tokens, peer, origin)
                 async with aclosing(engine.serve(served)) as events:
                     if not isinstance(await anext(events, None), Accepted):
@@ -138,7 +147,13 @@ class StageServer:
             raise EngineDied(f"The engine for {folder.name} ended its part.")
         finally:
             # The next group may be cut elsewhere, and needs the memory for that.
-            self._background.start(self._pool.let_go(folder, ask.first, ask.last))
+            self._background.start(self._free((peer, ask.id), folder, layers))
+
+    async def _free(self, group: tuple[str, str], folder: ModelFolder, layers: tuple[int, int]) -> None:
+        try:
+            await self._pool.let_go(folder, *layers)
+        finally:
+            self._held.pop(group).set()
 
     async def _folder(self, peer: str, ask: StageQuestion, stream: PeerStream) -> ModelFolder:
         """The model that this machine has, else the layers of it, which are fetched from ``peer``."""

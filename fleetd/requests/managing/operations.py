@@ -54,7 +54,7 @@ class ModelOperations(msgspec.Struct, frozen=True):
                 # What is pinned can be loaded here, so it is loaded first.
                 async with aclosing(self.pool.loading(folder, over=over, split=split)) as loading:
                     async for each in loading:
-                        yield ModelProgress("", each.done, each.total, each.stage)
+                        yield ModelProgress("", each.done, each.total, each.stage, each.members)
                 if verb == "pin":
                     await asyncio.to_thread(self.pinned.pin, folder.name)
                 name = folder.name

@@ -16,7 +16,7 @@ import msgspec
 from fleetd import limits
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Timings, Usage
-from fleetd.errors import FleetError, ScorerNotReady
+from fleetd.errors import ScorerNotReady
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import with_beats
@@ -57,17 +57,15 @@ class ScoreServer:
         score = msgspec.structs.replace(ask.score, id=own_id(ask.score.id))
         row = Reservation(score.id, folder.name, THIS_NAME, SCORE_ROUTE, self._now())
         try:
-            await self._ledger.reserve(row)
-            work = self._pool.ask(
-                folder, score, evict=False, progress=lambda step: stream.send(messages.encode(step))
-            )
-            scored = await with_beats(work, limits.JOB_ALIVE_S, lambda: stream.send(ALIVE))
-            stream.send(messages.encode(scored))
-            await drained(stream)
-        except BaseException as error:
-            if isinstance(error, ScorerNotReady):
-                self._pool.measure_when_idle(folder)
-            code = error.code if isinstance(error, FleetError) else "cancelled"
-            self._ledger.refund(row, code)
+            async with self._ledger.entry(row) as spent:
+                work = self._pool.ask(
+                    folder, score, evict=False, progress=lambda step: stream.send(messages.encode(step))
+                )
+                scored = await with_beats(work, limits.JOB_ALIVE_S, lambda: stream.send(ALIVE))
+                stream.send(messages.encode(scored))
+                await drained(stream)
+                spent.usage = Usage(scored.tokens)
+                spent.timings = Timings(prefill_s=scored.seconds)
+        except ScorerNotReady:
+            self._pool.measure_when_idle(folder)
             raise
-        self._ledger.settle(row, Usage(scored.tokens), Timings(prefill_s=scored.seconds), "stop")

@@ -16,8 +16,8 @@ import msgspec
 
 from fleetd import limits
 from fleetd.engine.daemon_side.pool import EnginePool
-from fleetd.engine.protocol import Finished, Loading, TextsEmbedded, TextsReranked, Timings, Usage
-from fleetd.errors import FleetError, Overloaded
+from fleetd.engine.protocol import Finished, Loading, TextsEmbedded, TextsReranked, Usage
+from fleetd.errors import Overloaded
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import with_heartbeats
@@ -64,26 +64,17 @@ class VectorServer:
         folder = await self._context.model_by_digest(part.model, part.digest)
         request = msgspec.structs.replace(part.request, id=own_id(part.request.id), background=True)
         row = Reservation(request.id, folder.name, THIS_NAME, SCORE_ROUTE, self._now())
-        tokens, refunded = 0, "cancelled"
-        try:
-            await self._ledger.reserve(row)
-            async with (
-                aclosing(self._pool.vectors(folder, request, evict=False)) as work,
-                aclosing(with_heartbeats(work, limits.JOB_ALIVE_S)) as events,
-            ):
-                async for event in events:
-                    if event is None:
-                        stream.send(ALIVE)
-                    elif isinstance(event, Loading | TextsEmbedded | TextsReranked | Finished):
-                        tokens += sum(getattr(event, "tokens", ()))
-                        stream.send(messages.encode(event))
-                        await drained(stream)
-            refunded = ""
-        except FleetError as error:
-            refunded = error.code
-            raise
-        finally:
-            if refunded:
-                self._ledger.refund(row, refunded)
-            else:
-                self._ledger.settle(row, Usage(prompt_tokens=tokens), Timings(), "stop")
+        tokens = 0
+        async with (
+            self._ledger.entry(row) as spent,
+            aclosing(self._pool.vectors(folder, request, evict=False)) as work,
+            aclosing(with_heartbeats(work, limits.JOB_ALIVE_S)) as events,
+        ):
+            async for event in events:
+                if event is None:
+                    stream.send(ALIVE)
+                elif isinstance(event, Loading | TextsEmbedded | TextsReranked | Finished):
+                    tokens += sum(getattr(event, "tokens", ()))
+                    stream.send(messages.encode(event))
+                    await drained(stream)
+            spent.usage = Usage(prompt_tokens=tokens)

@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -176,34 +176,32 @@ class VectorService:
         model = await self._machines.model(job)
         job.name = model.name
         row = Reservation(job.id, model.name, THIS_NAME, job.route, record.at_s)
-        await self._ledger.reserve(row)
-        self._metrics.running(model.name, 1)
-        refunded = "cancelled"
+        with self._running(model.name):
+            async with self._ledger.entry(row) as spent:
+                if model.can_pull:
+                    async with aclosing(self._locator.pull(job.model or model.name)) as steps:
+                        async for step in steps:
+                            if isinstance(step, Loading):
+                                record.loads(THIS_NAME, self._monotonic())
+                                job.loading = step
+                                yield step
+                            else:
+                                model = EncoderModel(step.name, folder=step)
+                spread = _Spread(job, record, model, Unclaimed(job.estimated_tokens()))
+                async with aclosing(self._spread(spread)) as parts:
+                    async for part in parts:
+                        yield part
+                spent.usage = Usage(prompt_tokens=job.tokens)
+                spent.timings = Timings(prefill_s=self._monotonic() - record.arrived_s)
+
+    @contextmanager
+    def _running(self, name: str) -> Iterator[None]:
+        """The model's figure of running requests has one more."""
+        self._metrics.running(name, 1)
         try:
-            if model.can_pull:
-                async with aclosing(self._locator.pull(job.model or model.name)) as steps:
-                    async for step in steps:
-                        if isinstance(step, Loading):
-                            record.loads(THIS_NAME, self._monotonic())
-                            job.loading = step
-                            yield step
-                        else:
-                            model = EncoderModel(step.name, folder=step)
-            spread = _Spread(job, record, model, Unclaimed(job.estimated_tokens()))
-            async with aclosing(self._spread(spread)) as parts:
-                async for part in parts:
-                    yield part
-            refunded = ""
-        except FleetError as error:
-            refunded = error.code
-            raise
+            yield
         finally:
-            self._metrics.running(model.name, -1)
-            if refunded:
-                self._ledger.refund(row, refunded)
-            else:
-                took = Timings(prefill_s=self._monotonic() - record.arrived_s)
-                self._ledger.settle(row, Usage(prompt_tokens=job.tokens), took, "stop")
+            self._metrics.running(name, -1)
 
     def _admit(self, held: int) -> None:
         """Raises Draining, Overloaded. ``held``: what the job would hold, as ``VectorJob.held``."""

@@ -46,6 +46,7 @@ export function machines() {
       part_total: engine.shape?.layers ?? 0,
       part_asked_by: engine.asked_by.join(", "),
       members: engine.members,
+      cut_anew: engine.cut_anew,
       note: engine.error || (engine.state === "loading" && engine.stage) || "",
       // Weights that a CPU holds packed are not in what its worker reports.
       bytes: Math.max(engine.memory_bytes, (engine.shape?.weights_bytes ?? 0) + engine.prefix_bytes + engine.kv_bytes),
@@ -61,7 +62,12 @@ export function machines() {
     total: peer.memory_bytes,
     free: peer.available_bytes,
     limit: limitOf(peer.memory_bytes, peer.available_bytes, peer.usable_bytes),
-    models: peer.models.map((model) => ({ ...model, bytes: model.state === "loaded" && !model.part_last ? (model.shape?.weights_bytes ?? 0) : 0 })),
+    models: peer.models.map((model) => ({
+      ...model,
+      // What it has of a model for others is loaded, though the model is not.
+      state: model.part_last > 0 && model.state === "installed" ? "loaded" : model.state,
+      bytes: model.state === "loaded" && !model.part_last ? (model.shape?.weights_bytes ?? 0) : 0,
+    })),
     link: peer.state === "usable" ? { rtt_ms: peer.rtt_ms, bytes_per_s: peer.bytes_per_s, doubtful: peer.link_doubtful,
       kind: peer.paths.find((path) => path.in_use)?.kind ?? "" } : null,
   }));
@@ -190,9 +196,13 @@ function modelList(machine) {
     machine.here && !active.some((model) => model.name === state.status.default_model) && loadDefault());
 }
 
-/** Which machine holds which layers: "0–14 here, 15–29 on kitchen". */
+/** Which machine holds which layers: "0–14 here, 15–29 on kitchen"; while they load also how far it is. */
 export function spans({ members }) {
-  return [`0–${members[0].first - 1} here`, ...members.map((held) => `${held.first}–${held.last - 1} on ${held.name}`)].join(", ");
+  return [`0–${members[0].first - 1} here`, ...members.map((held) => `${held.first}–${held.last - 1} on ${held.name}${far(held)}`)].join(", ");
+}
+
+function far({ stage, done_bytes, total_bytes }) {
+  return stage ? ` (${stage}${stage === "reading" ? `, ${bytes(done_bytes)} of ${bytes(total_bytes)}` : ""})` : "";
 }
 
 function chip(model, at) {
@@ -200,6 +210,7 @@ function chip(model, at) {
     : model.members?.length > 0 && ` layers ${spans(model)}`;
   return h("li", { key: `${model.name} ${model.part_first} ${at}`, class: "chip" },
     h("span", { class: "name" }, short(model.name)), part && h("span", { class: "tag" }, part),
+    model.cut_anew && h("span", { class: "tag", title: model.cut_anew }, " cut anew"),
     model.state !== "loaded" && h("span", { class: `tag ${model.state}` }, ` ${model.state}`),
     model.speed?.prefill_tok_s > 0 && h("span", { class: "quiet" },
       ` reads ${speed(model.speed.prefill_tok_s)}, writes ${speed(model.speed.decode_tok_s)}`, model.speed.doubt && [" ", h("abbr", { title: model.speed.doubt }, "(uncertain)")], model.capped && " (not believed)"),

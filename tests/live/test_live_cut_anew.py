@@ -1,0 +1,145 @@
+"""A model over two real daemons: how far its load is, and that it is cut anew if one turns out slow."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import set_speeds
+from forked_programs import Programs
+from live_daemon import LiveDaemon, text_of, until
+from live_fleet import LiveFleet
+
+pytestmark = [pytest.mark.model, pytest.mark.one_loop, pytest.mark.timeout(300)]
+
+SMOL = "smollm2-135m"
+#: Room for most layers beside keys and values: it is shared as it is asked for, and may be shared otherwise.
+BUDGET_BYTES = 1_000_000_000
+SETTINGS = {
+    "FLEETD_ENGINE_CPU_ARITHMETIC": "int8",
+    "FLEETD_ENGINE_THREADS": "1",
+    "FLEETD_ENGINE_MAX_MEMORY_BYTES": str(BUDGET_BYTES),
+    # Only plain steps are timed.
+    "FLEETD_SPECULATION_MODE": "off",
+}
+STORY = "Write a long story about a fox."
+
+
+@pytest.fixture(scope="module")
+def steps(short_dir: Path) -> Path:
+    """Where the seconds of a layer are set, by machine."""
+    folder = short_dir / "steps"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(live_models: Path, short_dir: Path, steps: Path, programs: Programs) -> Iterator[LiveFleet]:
+    settings = {name: {**SETTINGS, set_speeds.STEPS: str(steps)} for name in ("alpha", "beta")}
+    models = {name: [live_models / SMOL] for name in settings}
+    with LiveFleet(short_dir / "anew", models, settings=settings, programs=programs) as fleet:
+        fleet.until_usable()
+        fleet.until_has("alpha", "beta", SMOL)
+        fleet.until_has("beta", "alpha", SMOL)
+        yield fleet
+
+
+OVER = ["this", "beta"]
+
+
+def answer(daemon: LiveDaemon) -> str:
+    with daemon.stream(SMOL, STORY, placement=OVER, max_tokens=64, temperature=0) as events:
+        return "".join(text_of(event) for event in events)
+
+
+def front(fleet: LiveFleet) -> dict[str, Any]:
+    (found,) = fleet["alpha"].status()["engines"]
+    return dict(found)
+
+
+def cut(engine: dict[str, Any]) -> int:
+    return int(engine["members"][0]["first"])
+
+
+def unload(fleet: LiveFleet) -> None:
+    """Until the memory of beta is known to be free again."""
+    assert fleet["alpha"].control("POST", "/fleet/v1/models/unload", {"model": SMOL}) == {"ok": True}
+    until(lambda: fleet.peers("alpha")["beta"]["usable_bytes"] > 0.9 * BUDGET_BYTES, 60)
+
+
+def asked(daemon: LiveDaemon, *, stream: bool) -> tuple[dict[str, str], str]:
+    """The headers and the body."""
+    body: dict[str, Any] = {"model": SMOL, "messages": [{"role": "user", "content": "Hi"}], "stream": stream}
+    headers = {"Authorization": f"Bearer {daemon.key}", "Content-Type": "application/json"}
+    with contextlib.closing(http.client.HTTPConnection(*daemon.address, timeout=120)) as connection:
+        wanted = json.dumps({**body, "max_tokens": 1, "placement": OVER})
+        connection.request("POST", "/v1/chat/completions", wanted, headers)
+        with connection.getresponse() as response:
+            text = response.read().decode()
+            assert response.status == 200, text
+            return dict(response.getheaders()), text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_request_that_loads_a_model_names_its_machines_as_later_ones_do(
+    pair: LiveFleet, stream: bool
+) -> None:
+    loading, body = asked(pair["alpha"], stream=stream)
+    later, _ = asked(pair["alpha"], stream=stream)
+    unload(pair)
+    assert loading["X-Fleet-Plan"] == later["X-Fleet-Plan"] == "group; nodes=this,beta"
+    assert later["X-Fleet-Exactness"] == "exact"
+    # The headers of a stream leave before beta has said how it computes.
+    assert loading["X-Fleet-Exactness"] == ("equivalent" if stream else "exact")
+    assert (": loading " in body) is stream
+
+
+def test_a_load_says_how_far_each_machine_is(pair: LiveFleet) -> None:
+    told: list[dict[str, Any]] = []
+    body = {"model": SMOL, "placement": OVER, "stream": True}
+    with pair["alpha"].control_events("/fleet/v1/models/load", body) as events:
+        told += events
+    assert told[-1] == {"done": True, "name": SMOL}
+    of_beta = [step["members"][0] for step in told if step.get("members")]
+    engine = front(pair)
+    share = of_beta[-1]["total_bytes"]
+    assert {step["name"] for step in of_beta} == {"beta"}
+    assert {step["total_bytes"] for step in of_beta} == {share}
+    # About the weights of its layers, as they are planned to be in memory.
+    (part,) = pair["beta"].status()["engines"]
+    assert 0.5 < share / part["shape"]["weights_bytes"] < 2
+    done = [step["done_bytes"] for step in of_beta]
+    assert done == sorted(done)
+    assert (of_beta[-1]["stage"], done[-1]) == ("loaded", share)
+    # Once it is loaded that is no news any more.
+    assert engine["members"][0]["stage"] == ""
+    unload(pair)
+
+
+def test_a_slow_machine_gives_layers_away_once_nobody_asks(pair: LiveFleet, steps: Path) -> None:
+    text = answer(pair["alpha"])
+    before = front(pair)
+    (steps / "beta").write_text(str(4 * set_speeds.LAYER_S))
+    assert answer(pair["alpha"]) == text
+    until(lambda: front(pair)["pid"] != before["pid"], 60)
+    # It loads now, or has loaded: a request that comes meanwhile waits for it.
+    assert answer(pair["alpha"]) == text
+    after = front(pair)
+    assert cut(after) > cut(before)
+    assert "4.0 times as long on beta as on this" in after["cut_anew"]
+    assert before["cut_anew"] == ""
+    # What the other cut had is gone.
+    (part,) = pair["beta"].status()["engines"]
+    assert (part["first_layer"], part["last_layer"]) == (cut(after), after["shape"]["layers"])
+    told = pair["alpha"].fleetctl("plan", "-m", SMOL, "--json")
+    assert "Cut anew" in json.loads(told.stdout)["group"]["why"]
+    assert "cut anew" in pair["alpha"].fleetctl("status").stdout
+    # The next load begins with what was measured.
+    unload(pair)
+    assert answer(pair["alpha"]) == text
+    assert cut(front(pair)) == cut(after)
