@@ -3,6 +3,11 @@
     answering ─► STAGE   a message, hidden states (B, T, D)      run the member's layers on them
     answering ◄─ STAGED  a message, hidden states or nothing     once that is done, in the same order
     answering ◄─ KEPT    a message                               what its disk has, whenever that is known
+    member    ─► HOP     hidden states, or nothing if skipped    to the member behind, on a stream of its own
+    answering ◄─ HOP_LOST  a message                             that stream broke, told by either of its ends
+
+Each member is told all of its blocks by the machine that answers. Their hidden states come with that, or, if
+members have streams to each other, from the member before. Both ends of such a stream count the blocks.
 
 Blocks of one sequence may follow each other before the first has come back. Positions number them: a Trim
 undoes all that was sent from a position on, computed or not.
@@ -181,6 +186,8 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
     themselves, row by row, if the layers take them; else none. ``wanted``: what comes out is sent back.
     ``positions``: of the tokens of a prompt of which some are left out; else none.
     ``room``: for so many tokens more there shall be room in what is kept, made at once.
+    ``from_before``: hidden states come from the member before this one. ``to_next``: what comes out goes to the
+    member behind it, and is not sent back.
     """
 
     changes: Annotated[list[Change], Meta(max_length=limits.GROUP_CHANGES)]
@@ -192,6 +199,8 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
     start: _Count = 0
     ids: Annotated[list[_Number], Meta(max_length=limits.GROUP_TOKENS)] = []
     positions: Annotated[list[_Count], Meta(max_length=limits.GROUP_TOKENS)] = []
+    from_before: bool = False
+    to_next: bool = False
 
 
 class StageRan(msgspec.Struct, frozen=True, array_like=True):
@@ -215,14 +224,22 @@ class KeptTold(msgspec.Struct, frozen=True, array_like=True):
     bytes_per_s: Rate = 0.0
 
 
-_T = TypeVar("_T", RunStage, StageRan, KeptTold)
+class HopLost(msgspec.Struct, frozen=True, array_like=True):
+    """The stream to the member behind broke, if ``to_next``, else the one from the member before.
+    ``silent``: it may not have broken; nothing was heard on it for too long."""
+
+    to_next: bool
+    silent: bool = False
+
+
+_T = TypeVar("_T", RunStage, StageRan, KeptTold, HopLost)
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (RunStage, StageRan, KeptTold)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (RunStage, StageRan, KeptTold, HopLost)
 }
 
 
-def encode(message: RunStage | StageRan | KeptTold) -> bytes:
+def encode(message: RunStage | StageRan | KeptTold | HopLost) -> bytes:
     return _encoder.encode(message)
 
 
