@@ -99,6 +99,9 @@ class HeldLayers(msgspec.Struct, frozen=True):
     name: str
     first: int
     last: int
+    # Hidden states of the machine before it come through the one that answers: the two do not reach each
+    # other.
+    relayed: bool = False
 
 
 class EngineStatus(msgspec.Struct, frozen=True):

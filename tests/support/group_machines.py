@@ -45,7 +45,7 @@ class AnsweringPipe(MemoryPipe):
             if not self.member.ready and self.member.rows.disk.due_s is not None:
                 # Its disk is looked through, by another thread.
                 return None
-            if not self.member.ready and self.member.hops.due_s is not None:
+            if not self.member.ready and self.member.hops.waits:
                 # The member before it is asked first.
                 self.moved.set()
                 return None

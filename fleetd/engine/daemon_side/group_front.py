@@ -69,7 +69,12 @@ class GroupFront(EngineProcess):
 
     @property
     def status(self) -> EngineStatus:
-        members = [HeldLayers(each.name, each.first, each.last) for each in self.settings.group]
+        # Before its process runs, members have not tried to reach each other.
+        tried = self.settings.ring is None and self.facts is not None
+        members = [
+            HeldLayers(each.name, each.first, each.last, tried and number > 0 and not each.direct)
+            for number, each in enumerate(self.settings.group)
+        ]
         return msgspec.structs.replace(super().status, members=members)
 
     async def start(self) -> None:

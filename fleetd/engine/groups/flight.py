@@ -78,8 +78,8 @@ class GroupStages:
             self._check_hops(time.monotonic())
 
     def _check_hops(self, now_s: float) -> None:
-        """Raises MemberLost if the stream between two members broke: for the one before it if nothing is heard
-        of that one, else for the one behind it."""
+        """Raises MemberLost if the stream between two members broke: for the one before it if nothing is
+        heard of that one, else for the one behind it."""
         for before, behind in pairwise(self.stages):
             told = [*_told(before, to_next=True), *_told(behind, to_next=False)]
             if not told or now_s - min(told) < _BLAME_S:

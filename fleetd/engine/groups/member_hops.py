@@ -81,6 +81,11 @@ class MemberHops:
         return (frame.head.index - self._in + _NUMBERS // 2) % _NUMBERS - _NUMBERS // 2
 
     @property
+    def waits(self) -> bool:
+        """True while another member is waited for."""
+        return self._waits_since_s is not None
+
+    @property
     def due_s(self) -> float | None:
         """When the member that is waited for was silent for too long; None while none is."""
         if self._waits_since_s is None or self._waits_for_next in self._told:
@@ -106,7 +111,7 @@ class MemberHops:
 
     @property
     def can_send(self) -> bool:
-        """False while the stream to the member behind has not come; that is waited for as hidden states are."""
+        """False while the stream to the member behind has not come; it is waited for as hidden states are."""
         if self._behind is None:
             self._wait(to_next=True)
         return self._behind is not None

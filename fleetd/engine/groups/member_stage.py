@@ -2,8 +2,9 @@
 
 STAGE ─► changes of what is kept ─► layers ─► STAGED, in the order in which they came
 
-Hidden states come with a STAGE, or as a HOP from the member before; they go back with the STAGED, or as a HOP
-to the member behind. What a later frame undoes is not computed: it was guessed on from a draft that was wrong.
+Hidden states come with a STAGE, or as a HOP from the member before; they go back with the STAGED, or as a
+HOP to the member behind. What a later frame undoes is not computed: it was guessed on from a draft that was
+wrong.
 """
 
 from __future__ import annotations

@@ -186,8 +186,8 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
     themselves, row by row, if the layers take them; else none. ``wanted``: what comes out is sent back.
     ``positions``: of the tokens of a prompt of which some are left out; else none.
     ``room``: for so many tokens more there shall be room in what is kept, made at once.
-    ``from_before``: hidden states come from the member before this one. ``to_next``: what comes out goes to the
-    member behind it, and is not sent back.
+    ``from_before``: hidden states come from the member before this one. ``to_next``: what comes out goes to
+    the member behind it, and is not sent back.
     """
 
     changes: Annotated[list[Change], Meta(max_length=limits.GROUP_CHANGES)]

@@ -71,6 +71,7 @@ class RemoteStage:
         name: of the machine, for people.
         from_before: hidden states come to it from the member before.
         to_next: what comes out of its layers goes to the member behind it.
+        relayed: hidden states of the member before come through this machine.
     """
 
     def __init__(
@@ -87,10 +88,11 @@ class RemoteStage:
         name: str = "",
         from_before: bool = False,
         to_next: bool = False,
+        relayed: bool = False,
     ) -> None:
         self.first, self.last, self.name, self.takes_ids, self.moved = first, last, name, ids, moved
         self.from_before, self.to_next = from_before, to_next
-        self.times = StepTimes(name, first, last)
+        self.times = StepTimes(name, first, last, relayed)
         # What it told of its streams to other members, and when that came, by the monotonic clock.
         self.hops_lost: list[tuple[HopLost, float]] = []
         self._caches = CachesThere(kept or KeptThere())
@@ -250,8 +252,11 @@ class RemoteStage:
             entered.out = None
 
     def _note_times(self, entered: StagePass, computed_s: float) -> None:
-        """Of a block that had the member to itself. Hidden states that come straight from the member before
-        have begun their way here when that one answered, about: all ways together are the block's whole way."""
+        """Of a block that had the member to itself.
+
+        Hidden states that come straight from the member before begin their way about when that one answers.
+        So the ways to all members add up to the whole way of the block.
+        """
         began_s = entered.sent_s
         if entered.before is not None:
             if not entered.before.done:

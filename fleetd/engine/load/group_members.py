@@ -63,6 +63,7 @@ class GroupMembers:
                 # The first one's hidden states come from this machine, and the last one's go back to it.
                 from_before=direct and number > 0,
                 to_next=direct and number < last,
+                relayed=number > 0 and not direct,
             )
             for number, member in enumerate(self._members)
         ]

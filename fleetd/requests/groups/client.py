@@ -1,7 +1,8 @@
 """One group seen from the machine that answers: which machines hold what, and whether they still do.
 
     planned ──► each promises memory in turn ──► all at once: layers are loaded
-        and streams are opened ──► the engine here has the streams ──► watched
+        and streams are opened ──► members open streams to each other
+        ──► the engine here has the streams ──► watched
 
 The engine's process asks for all of this when it starts (``engine.daemon_side.group_front``).
 """
@@ -11,10 +12,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
+import structlog
 from msgspec.structs import replace
 
 from fleetd import limits
@@ -27,9 +31,11 @@ from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.group_cut import GroupCut, GroupPart
 from fleetd.requests.concurrency import cancel_all, gather_or_cancel
 from fleetd.requests.groups import messages
-from fleetd.requests.groups.messages import StageQuestion, StageTold
+from fleetd.requests.groups.messages import LinkQuestion, LinkTold, NextMember, StageQuestion, StageTold
 from fleetd.requests.ports import FleetPort
 from fleetd.requests.remote.peer_stream import next_message, said_by
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -79,6 +85,8 @@ class FleetGroup:
         self._engine: EngineProcess | None = None
         self._failed = failed
         self._all_joined = asyncio.Event()
+        # True once every member has a stream to the next one.
+        self._direct = False
         self._id = secrets.token_hex(8)
         self._held = [
             _AskedMember(part, GroupMember(part.first, part.last, f"{self._id}.{number}", part.machine.name))
@@ -87,7 +95,7 @@ class FleetGroup:
 
     @property
     def members(self) -> tuple[GroupMember, ...]:
-        return tuple(replace(held.member, arithmetic=held.layers) for held in self._held)
+        return tuple(replace(held.member, arithmetic=held.layers, direct=self._direct) for held in self._held)
 
     @property
     def tokens(self) -> int:
@@ -109,6 +117,7 @@ class FleetGroup:
             await self._begin(held, told)
         self._promise()
         await gather_or_cancel(*(self._join(held, told) for held in self._held))
+        await _unless(self.watch(), self._link())
 
     async def connect(self, engine: EngineProcess) -> None:
         """Give the engine its streams to the members. Raises EngineDied."""
@@ -164,14 +173,48 @@ class FleetGroup:
             held.sock = await self._partners.connect(held.part.machine.node_id, invitation)
         if all(each.sock is not None for each in self._held):
             self._all_joined.set()
-        joined = asyncio.create_task(self._all_joined.wait())
-        watching = asyncio.create_task(self._watch(held))
+        await _unless(self._watch(held), self._all_joined.wait())
+
+    # ---- between members -----------------------------------------------------------------------------------
+
+    async def _link(self) -> None:
+        """Have the members open streams to each other; if two cannot, all hidden states pass through here."""
         try:
-            await asyncio.wait({joined, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not joined.done():
-                await watching
+            async with asyncio.timeout(limits.GROUP_LINK_S):
+                await gather_or_cancel(*(self._linked(*pair) for pair in pairwise(self._held)))
+        except (FleetError, TimeoutError) as error:
+            reason = error.message if isinstance(error, FleetError) else "It took too long."
+            log.warning("group.relayed", model=self._model, reason=reason)
+        else:
+            self._direct = True
+
+    async def _linked(self, before: _AskedMember, behind: _AskedMember) -> None:
+        """Have one member open a stream to the next. Raises FleetError, naming both."""
+        streams = []
+
+        def ask(held: _AskedMember, following: NextMember | None) -> PeerStream:
+            question = messages.encode(LinkQuestion(self._id, following))
+            streams.append(self._partners.request(held.part.machine.node_id, messages.LINK, question))
+            return streams[-1]
+
+        try:
+            expecting = ask(behind, None)
+            if (where := await self._link_told(expecting)) is None:
+                raise ProtocolError("It does not say where the stream is expected.")
+            opening = ask(before, NextMember(behind.part.machine.node_id, where))
+            if await self._link_told(opening) or await self._link_told(expecting):
+                raise ProtocolError("It expects another stream.")
+        except FleetError as error:
+            between = f"Hidden states from {before.name} to {behind.name} pass through this machine"
+            raise said_by(between, error) from error
         finally:
-            await cancel_all([joined, watching])
+            for stream in streams:
+                stream.cancel()
+
+    async def _link_told(self, stream: PeerStream) -> Invitation | None:
+        if (body := await self._next(stream)) is None:
+            raise ProtocolError("It ended without opening a stream.")
+        return messages.decode(body, LinkTold).stream
 
     @contextmanager
     def _forming(self, held: _AskedMember) -> Iterator[None]:
@@ -216,3 +259,13 @@ class FleetGroup:
         return GroupLost(
             f"{held.name}: {error.message}", hint="Send the request again: others may have its layers."
         )
+
+
+async def _unless(watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, Any]) -> None:
+    """Wait for ``work``. Raises what ``watching`` ends with before."""
+    working, watched = asyncio.create_task(work), asyncio.create_task(watching)
+    try:
+        await asyncio.wait({working, watched}, return_when=asyncio.FIRST_COMPLETED)
+        await (working if working.done() else watched)
+    finally:
+        await cancel_all([working, watched])

@@ -2,6 +2,7 @@
 
     StageQuestion ──► digest checked, layers fetched if they are not here ──► memory promised
         ──► loaded beside what runs ──► StageTold with a stream ──► stream to the engine ──► alive, alive …
+    LinkQuestion ──► a stream to or from another member ──► to the engine
 
 The request's stream is the life of it: when the machine that asked is gone, so is everything begun for it.
 """
@@ -11,14 +12,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from fleetd import limits
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
-from fleetd.engine.protocol import STAGE, Accepted, Event, Loading, Prefill, ServeStage, StreamTag
-from fleetd.errors import EngineDied, ModelNotFound
+from fleetd.engine.protocol import (
+    HOP_IN,
+    HOP_OUT,
+    STAGE,
+    Accepted,
+    Event,
+    Loading,
+    Prefill,
+    ServeStage,
+    StreamTag,
+)
+from fleetd.errors import EngineDied, ModelNotFound, NotFound
 from fleetd.models import file_threads, parts
 from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
@@ -28,7 +40,7 @@ from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import BackgroundTasks, with_heartbeats
 from fleetd.requests.groups import messages
-from fleetd.requests.groups.messages import StageQuestion, StageTold
+from fleetd.requests.groups.messages import LinkQuestion, LinkTold, StageQuestion, StageTold
 from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.model_copies import ModelCopies
 from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
@@ -40,8 +52,20 @@ _ON_CPU: tuple[CpuArithmetic, ...] = ("int8", "float32")
 _ON_GPU: tuple[Literal[""], ...] = ("",)
 
 
+@dataclass(slots=True)
+class _HeldStage:
+    """Layers that are held for a group, by the engine's work ``job``.
+
+    ``links``: the streams to other members that were asked for, HOP_IN and HOP_OUT.
+    """
+
+    engine: EngineProcess
+    job: str
+    links: set[str] = field(default_factory=set)
+
+
 class StageServer:
-    """The handler of ``messages.SERVE``."""
+    """The handler of ``messages.SERVE``; ``link`` is that of ``messages.LINK``."""
 
     def __init__(
         self,
@@ -74,6 +98,26 @@ class StageServer:
         self._context = context
         self._limit = ConcurrencyLimit(context, "group", limits.GROUPS, f"is in {limits.GROUPS} groups")
         self._background = BackgroundTasks()
+        # By the machine that asked, and the group's id there.
+        self._held: dict[tuple[str, str], _HeldStage] = {}
+
+    async def link(self, peer: str, body: bytes, stream: PeerStream) -> None:
+        """Raises FleetError: what the other side is told."""
+        ask = messages.decode(body, LinkQuestion)
+        held, name = self._held.get((peer, ask.id)), HOP_IN if ask.next is None else HOP_OUT
+        if held is None or name in held.links:
+            raise NotFound("No such layers wait for a stream to another machine here.")
+        held.links.add(name)
+        if ask.next is None:
+            with self._dialer.expect() as expected:
+                stream.send(messages.encode(LinkTold(invitation(expected))))
+                sock = await expected.socket()
+            tag = StreamTag(held.job, HOP_IN, expected.key, "acceptor")
+        else:
+            sock = await self._dialer.connect(ask.next.node_id, ask.next.invitation)
+            tag = StreamTag(held.job, HOP_OUT, ask.next.invitation.key, "connector")
+        await held.engine.give_stream(tag, sock)
+        stream.send(messages.encode(LinkTold()))
 
     async def __call__(self, peer: str, body: bytes, stream: PeerStream) -> None:
         """Raises FleetError: what the other side is told."""
@@ -130,6 +174,7 @@ class StageServer:
                 async with aclosing(engine.serve(served)) as events:
                     if not isinstance(await anext(events, None), Accepted):
                         raise EngineDied(f"The engine for {folder.name} did not take the work.")
+                    self._held[peer, ask.id] = _HeldStage(engine, served.id)
                     with self._dialer.expect() as expected:
                         yield _joined(engine, invitation(expected))
                         sock = await expected.socket()
@@ -137,6 +182,7 @@ class StageServer:
                     await _ended(events)
             raise EngineDied(f"The engine for {folder.name} ended its part.")
         finally:
+            self._held.pop((peer, ask.id), None)
             # The next group may be cut elsewhere, and needs the memory for that.
             self._background.start(self._pool.let_go(folder, ask.first, ask.last))
 

@@ -192,7 +192,7 @@ function modelList(machine) {
 
 /** Which machine holds which layers: "0–14 here, 15–29 on kitchen". */
 export function spans({ members }) {
-  return [`0–${members[0].first - 1} here`, ...members.map((held) => `${held.first}–${held.last - 1} on ${held.name}`)].join(", ");
+  return [`0–${members[0].first - 1} here`, ...members.map((held) => `${held.first}–${held.last - 1} on ${held.name}${held.relayed ? " (through here)" : ""}`)].join(", ");
 }
 
 function chip(model, at) {
