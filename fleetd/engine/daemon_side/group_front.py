@@ -104,7 +104,8 @@ class GroupFront(EngineProcess):
             if self.on_exit is not None:
                 self.on_exit(self)
         else:
-            self.kill(error)
+            # Once the worker ends because of one member, the others leave, too. What it ended with stays.
+            self.kill(self.error or error)
 
     async def _gone(self, process: asyncio.subprocess.Process) -> None:
         await super()._gone(process)

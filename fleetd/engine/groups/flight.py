@@ -19,7 +19,7 @@ import mlx.core as mx
 from fleetd import limits
 from fleetd.engine.failures import MemberLost
 from fleetd.engine.groups.remote_stage import RemoteStage, StagePass
-from fleetd.errors import GroupLost
+from fleetd.errors import GroupLost, MembersApart
 
 # A member that is gone leaves its streams to others broken, too: so long its own stream may take to show it.
 _BLAME_S = limits.GROUP_BEAT_S / 2
@@ -90,7 +90,9 @@ class GroupStages:
             # Whoever was heard within two beats is there.
             if silent_s < 2 * limits.GROUP_BEAT_S:
                 raise MemberLost(
-                    GroupLost(f"{behind.name} is not reached any more by {before.name}, which sends to it.")
+                    MembersApart(
+                        f"{behind.name} is not reached any more by {before.name}, which sends to it."
+                    )
                 )
 
 

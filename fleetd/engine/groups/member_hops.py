@@ -68,10 +68,12 @@ class MemberHops:
             raise ProtocolError("A member sent hidden states of a block that is not due.")
         return self._came
 
-    def taken(self) -> None:
-        """The block that was next is run, or skipped."""
+    def taken(self) -> Frame | None:
+        """What came for the block that was next, which is run or skipped now; None if nothing did."""
+        came = self._came if self._came is not None and not self._ahead(self._came) else None
         self._in += 1
         self._waits_since_s = None
+        return came
 
     def _wait(self, *, to_next: bool) -> None:
         self._waits_since_s, self._waits_for_next = self._waits_since_s or time.monotonic(), to_next
@@ -82,8 +84,8 @@ class MemberHops:
 
     @property
     def waits(self) -> bool:
-        """True while another member is waited for."""
-        return self._waits_since_s is not None
+        """True while another member is waited for, and once one is lost."""
+        return self._waits_since_s is not None or bool(self._told)
 
     @property
     def due_s(self) -> float | None:

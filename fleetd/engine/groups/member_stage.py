@@ -158,8 +158,7 @@ class MemberStage:
         """The bytes of a block's hidden states; None if they never come, as the member before skipped it."""
         if not command.from_before:
             return frame.buffers[1]
-        came = self.hops.look()
-        self.hops.taken()
+        came = self.hops.taken()
         return came.buffers[0] if came is not None and came.head.nbytes else None
 
     def _run(self, command: RunStage, data: memoryview, caches: list[Any]) -> mx.array | None:

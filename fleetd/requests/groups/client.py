@@ -25,12 +25,21 @@ from fleetd import limits
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Loading, StreamTag
 from fleetd.engine.settings import GroupMember, RingPlace
-from fleetd.errors import FleetError, GroupLost, ModelError, OutOfMemory, PeerLost, ProtocolError
+from fleetd.errors import (
+    FleetError,
+    GroupLost,
+    MembersApart,
+    ModelError,
+    OutOfMemory,
+    PeerLost,
+    ProtocolError,
+)
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.group_cut import GroupCut, GroupPart
 from fleetd.requests.concurrency import cancel_all, gather_or_cancel
 from fleetd.requests.groups import messages
+from fleetd.requests.groups.known_hops import KnownHops
 from fleetd.requests.groups.messages import LinkQuestion, LinkTold, NextMember, StageQuestion, StageTold
 from fleetd.requests.ports import FleetPort
 from fleetd.requests.remote.peer_stream import next_message, said_by
@@ -63,6 +72,7 @@ class FleetGroup:
     model, digest: as the members are to find it.
     promise_here: what this machine promises its own part, given what tells the bytes that are held of it.
     failed: told of each member that is lost, by its node id, and why.
+    hops: which members have reached each other.
     """
 
     # Layers are not divided.
@@ -78,6 +88,7 @@ class FleetGroup:
             nullcontext()
         ),
         failed: Callable[[str, FleetError], None] = lambda node_id, error: None,
+        hops: KnownHops | None = None,
     ) -> None:
         self._partners, self._model, self._digest, self._planned = partners, model, digest, planned
         self._promise_here, self._promised = promise_here, ExitStack()
@@ -85,6 +96,7 @@ class FleetGroup:
         self._engine: EngineProcess | None = None
         self._failed = failed
         self._all_joined = asyncio.Event()
+        self._hops = hops or KnownHops()
         # True once every member has a stream to the next one.
         self._direct = False
         self._id = secrets.token_hex(8)
@@ -134,6 +146,8 @@ class FleetGroup:
     def close(self) -> None:
         """The members may let go of their layers; idempotent."""
         self._promised.close()
+        if self._engine is not None and isinstance(self._engine.error, MembersApart):
+            self._hops.broke(self._pairs)
         for held in self._held:
             if held.stream is not None:
                 held.stream.cancel()
@@ -180,6 +194,7 @@ class FleetGroup:
     async def _link(self) -> None:
         """Have the members open streams to each other; if two cannot, all hidden states pass through here."""
         try:
+            self._hops.check(self._pairs)
             async with asyncio.timeout(limits.GROUP_LINK_S):
                 await gather_or_cancel(*(self._linked(*pair) for pair in pairwise(self._held)))
         except (FleetError, TimeoutError) as error:
@@ -187,6 +202,11 @@ class FleetGroup:
             log.warning("group.relayed", model=self._model, reason=reason)
         else:
             self._direct = True
+
+    @property
+    def _pairs(self) -> list[tuple[str, str]]:
+        """Which member sends to which, by their node ids."""
+        return list(pairwise(held.part.machine.node_id for held in self._held))
 
     async def _linked(self, before: _AskedMember, behind: _AskedMember) -> None:
         """Have one member open a stream to the next. Raises FleetError, naming both."""
@@ -255,7 +275,9 @@ class FleetGroup:
 
     def _lost(self, held: _AskedMember, error: FleetError) -> GroupLost:
         """What the loss of a member comes to for a request that waits for the model."""
-        self._failed(held.part.machine.node_id, error)
+        # Members leave, as they should, once the engine here has ended because of one of them.
+        if self._engine is None or self._engine.error is None:
+            self._failed(held.part.machine.node_id, error)
         return GroupLost(
             f"{held.name}: {error.message}", hint="Send the request again: others may have its layers."
         )

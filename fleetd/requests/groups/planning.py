@@ -20,6 +20,7 @@ from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupModelSize, Shortage, cut_with_fetchers
 from fleetd.requests.groups.client import FleetGroup
 from fleetd.requests.groups.group_views import group_view
+from fleetd.requests.groups.known_hops import KnownHops
 from fleetd.requests.groups.machine_speeds import decode_tok_s
 from fleetd.requests.groups.part_fetchers import fetchers, most_layers
 from fleetd.requests.groups.promised_memory import PromisedMemory
@@ -66,6 +67,7 @@ class FleetGroups:
     ) -> None:
         self._promised = promised or PromisedMemory()
         self._partners, self._members, self._rules, self._loaded = partners, members, rules, loaded
+        self._hops = KnownHops()
         # By model, the plan of its last group.
         self._formed: dict[str, GroupPlan] = {}
 
@@ -93,7 +95,7 @@ class FleetGroups:
             room,
         )
         failed = partial(self._left_out, planned.digest)
-        return FleetGroup(self._partners, folder.name, planned.digest, planned.found, own, failed)
+        return FleetGroup(self._partners, folder.name, planned.digest, planned.found, own, failed, self._hops)
 
     def _left_out(self, digest: str, node_id: str, error: FleetError) -> None:
         """A member has failed. What has too little memory for a part is asked last for it, from now on."""
