@@ -15,6 +15,7 @@ import tiny_architectures
 from fakes import WITHIN_S
 from sharing_fakes import DIGEST, HelperMachine, HomePartners, machines, own_card
 
+from fleetd import limits
 from fleetd.engine.protocol import HOP_IN, HOP_OUT, STAGE, Accepted, Event, ServeStage, StreamTag
 from fleetd.errors import NotFound, OutOfMemory, PeerUnreachable
 from fleetd.models.folder import ModelFolder, read_folder
@@ -25,6 +26,7 @@ from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupPart
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.groups import messages
 from fleetd.requests.groups.client import FleetGroup
+from fleetd.requests.groups.known_hops import KnownHops
 from fleetd.requests.groups.messages import LinkQuestion
 from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.groups.server import StageServer
@@ -207,6 +209,17 @@ async def test_members_that_do_not_reach_each_other_are_reached_from_here(
     assert told["reason"] == (
         "Hidden states from helper0 to helper1 pass through this machine: No route to host."
     )
+
+
+def test_members_that_lost_each_other_are_linked_again_after_a_while() -> None:
+    now_s = [0.0]
+    hops = KnownHops(lambda: now_s[0])
+    hops.broke([("a", "b"), ("b", "c")])
+    with pytest.raises(PeerUnreachable, match="a short while ago"):
+        hops.check([("x", "a"), ("b", "c")])
+    hops.check([("b", "a"), ("a", "c")])
+    now_s[0] = limits.GROUP_RELAY_S
+    hops.check([("a", "b")])
 
 
 async def test_a_stream_is_opened_once_and_for_those_who_asked(tmp_path: Path, folder: ModelFolder) -> None:

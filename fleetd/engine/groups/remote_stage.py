@@ -252,7 +252,7 @@ class RemoteStage:
             entered.out = None
 
     def _note_times(self, entered: StagePass, computed_s: float) -> None:
-        """Of a block that had the member to itself.
+        """Note the times of a block that had the member to itself.
 
         Hidden states that come straight from the member before begin their way about when that one answers.
         So the ways to all members add up to the whole way of the block.
