@@ -161,7 +161,7 @@ def together_tok_s(model: str, count: int, machine: Machine, link: LinkSpeed) ->
     found = cut(size, each[0], each[1:], least_tokens=limits.GROUP_LEAST_TOKENS, most_tokens=8192)
     if isinstance(found, Shortage):
         return 0.0
-    return 1 / step_s(found, 2 * (len(found.parts) - 1) * hop_s(link, width))
+    return 1 / step_s(found, len(found.parts) * hop_s(link, width))
 
 
 def hop_s(link: LinkSpeed, width: int) -> float:

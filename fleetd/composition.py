@@ -525,6 +525,7 @@ class DaemonParts:
             label=self.origins.label,
         )
         node.handle(group_messages.SERVE, self.stages)
+        node.handle(group_messages.LINK, self.stages.link)
         ranks = RankServer(
             dialer,
             machine.pool,

@@ -37,6 +37,7 @@
        ├─ PeerLost                  it went away, or fell silent, in the middle of something
        │  ├─ PeerLate               it takes much longer than was planned with
        │  └─ GroupLost              it held some of the layers of a model that is on several machines
+       │     └─ MembersApart        another of these machines does not reach it any more
        ├─ PeerWrong                 it computed something else than this machine does
        ├─ NotPaired                 it does not know this machine, or this machine does not know it
        ├─ VersionMismatch           it speaks no protocol version that this one speaks
@@ -235,6 +236,10 @@ class PeerLate(PeerLost):
 
 class GroupLost(PeerLost):
     code, status = "group_lost", 502
+
+
+class MembersApart(GroupLost):
+    code, status = "members_apart", 502
 
 
 class PeerWrong(PeerError):

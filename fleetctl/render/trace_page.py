@@ -222,7 +222,9 @@ def _stages(trace: Trace) -> Iterable[tuple[str, str]]:
         if stage.steps:
             said.append(f"{brief(stage.computed_s)} a step")
         if stage.steps and number:
-            said.append(f"{brief(stage.way_s)} there and back")
+            said.append(f"{brief(stage.way_s)} on the way")
+        if stage.relayed:
+            said.append("reached through this machine")
         yield "" if number else "stages", ", ".join(said)
 
 

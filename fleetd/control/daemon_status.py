@@ -103,6 +103,9 @@ class HeldLayers(msgspec.Struct, frozen=True):
     stage: str = ""
     done_bytes: int = 0
     total_bytes: int = 0
+    # Hidden states of the machine before it come through the one that answers: the two do not reach each
+    # other.
+    relayed: bool = False
 
 
 class EngineStatus(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ class GroupPartView(msgspec.Struct, frozen=True):
     kv_tokens: int = 0
     # Seconds that its layers take for one token of an answer, modelled.
     step_s: float = 0.0
-    # Seconds that a token's hidden state travels there and back; 0 for "this".
+    # Seconds that a token's hidden state travels to it, and from the last machine back, too; 0 for "this".
     hop_s: float = 0.0
     # It has no file of the model, and fetches its layers from "this" before it loads them.
     fetches: bool = False

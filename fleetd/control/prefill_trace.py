@@ -55,11 +55,15 @@ class GroupStage(msgspec.Struct, frozen=True, omit_defaults=True):
     # Layers [first, last).
     first: Natural = 0
     last: Natural = 0
-    # Medians of the last steps until the answer ended: in the layers, and on the way there and back.
+    # Medians of the last steps until the answer ended: in the layers, and on the way. That is the way to the
+    # machine and on from there to the next one that has layers, as far as it is not in that one's figure.
     computed_s: Seconds = 0.0
     way_s: Seconds = 0.0
     # How many steps they are of.
     steps: Natural = 0
+    # Hidden states of the machine before it came through the one that answered: the two did not reach each
+    # other.
+    relayed: bool = False
 
 
 class TraceStep(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -275,6 +275,9 @@ BLOCKS: Literal["blocks"] = "blocks"
 
 #: The stream between a worker that answers and one of a ServeStage.
 STAGE: Literal["stage"] = "stage"
+#: The streams of a ServeStage from the member before it and to the one behind it. They may come later than
+#: "stage", or never.
+HOP_IN, HOP_OUT = "hop in", "hop out"
 
 
 class StreamTag(msgspec.Struct, frozen=True):

@@ -41,13 +41,15 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 class GroupMember(msgspec.Struct, frozen=True):
     """Layers [first, last) of a group's model, which another machine has. ``stream``: the id under which the
     socket to it is handed over. ``arithmetic``: ``Arithmetic.text`` of these layers there; "" if that is
-    unknown, and then no prompts are kept on disks."""
+    unknown, and then no prompts are kept on disks. ``direct``: hidden states come to it straight from the
+    member before it, if that is not the machine that answers."""
 
     first: int
     last: int
     stream: str
     name: str = ""
     arithmetic: str = ""
+    direct: bool = False
 
 
 class RingPlace(msgspec.Struct, frozen=True):

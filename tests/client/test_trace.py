@@ -394,12 +394,12 @@ def test_the_machines_of_a_model_over_several_are_told_with_what_a_step_takes_th
     stages = [
         GroupStage("", 0, 11, 0.024, 0.0, 40),
         GroupStage("studio", 11, 30, 0.031, 0.0004, 40),
-        GroupStage("kitchen", 30, 40),
+        GroupStage("kitchen", 30, 40, relayed=True),
     ]
     found = shown({**SHARED, "machine": "laptop", "stages": msgspec.to_builtins(stages)}, None)
     assert "stages       layers 0-10 on laptop, 24 ms a step\n" in found
-    assert f"{'':13}layers 11-29 on studio, 31 ms a step, 0.4 ms there and back\n" in found
-    assert f"{'':13}layers 30-39 on kitchen\n" in found
+    assert f"{'':13}layers 11-29 on studio, 31 ms a step, 0.4 ms on the way\n" in found
+    assert f"{'':13}layers 30-39 on kitchen, reached through this machine\n" in found
     assert "stages" not in shown(SHARED)
 
 

@@ -112,7 +112,8 @@ def test_any_pattern_of_right_and_wrong_drafts_gives_the_answer_of_the_whole_mod
     """While members lag behind, so that they find out in time what need not be computed."""
     plain = whole("llama", tokenizer, sampling)
     dice = random.Random(seed)
-    group = lazy(group_of(model(), *dice.choice([(1,), (2,), (1, 3), (1, 2, 3)])), seed)
+    cuts, direct = dice.choice([(1,), (2,), (1, 3), (1, 2, 3)]), dice.choice([True, False])
+    group = lazy(group_of(model(), *cuts, direct=direct), seed)
     verdict = ExactnessVerdict(dice.choice([2, 3, 5, 16]), ANY, "exact: for the test", {1: 1.0, 16: 1.5})
     run = Run(group.model, tokenizer, spec(verdict=verdict))
     source = patchy(plain.tokens["r"], seed, dice.choice([0.3, 0.7, 0.9]))

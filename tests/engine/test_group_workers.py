@@ -6,97 +6,31 @@ import asyncio
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from asking import folder_of
 from msgspec.structs import replace
 from request_events import RequestEvents
-from sharing import LAYERS, prompt, tcp_pair, worker_settings, workers, write
+from sharing import LAYERS, prompt, workers, write
+from worker_groups import LABEL, answered, group
 
 from fleetd import limits
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.control.prefill_trace import GroupStage
-from fleetd.engine.daemon_side.supervisor import EngineProcess
-from fleetd.engine.protocol import STAGE, Accepted, Delta, Generate, ServeStage, StreamTag
+from fleetd.engine.protocol import Delta
 from fleetd.engine.sampling.parameters import Sampling
-from fleetd.engine.settings import GroupMember
 from fleetd.errors import FleetError, GroupLost
 from fleetd.models import digest as digests
 
 pytestmark = pytest.mark.one_loop
-TOKENS = 4096
-LABEL = "0" * limits.CACHE_ORIGIN_CHARS
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("tiny"))
-
-
-@asynccontextmanager
-async def group(path: Path, *cuts: int, **settings: Any) -> AsyncIterator[tuple[EngineProcess, ...]]:
-    """The worker that answers and the members, which have only their own layers."""
-    ends = [*cuts, LAYERS]
-    parts = list(zip(cuts, ends[1:], strict=True))
-    async with AsyncExitStack() as stack:
-        members = []
-        for first, last in parts:
-            made = await stack.enter_async_context(
-                workers(path, 1, first_layer=first, last_layer=last, part_of="tiny", **settings)
-            )
-            members += made
-        streams = []
-        for number, (member, (first, last)) in enumerate(zip(members, parts, strict=True)):
-            near, far = tcp_pair()
-            events = member.serve(ServeStage(f"job{number}", first, last, TOKENS, "asker", LABEL))
-            await stack.enter_async_context(aclosing(events))
-            assert isinstance(await anext(events), Accepted)
-            key = os.urandom(32)
-            await member.give_stream(StreamTag(f"job{number}", STAGE, key, "acceptor"), near)
-            streams.append((StreamTag(f"member{number}", STAGE, key, "connector"), far))
-        asked = tuple(
-            GroupMember(*part, f"member{n}", f"machine {n}", how_it_computes(member))
-            for n, (part, member) in enumerate(zip(parts, members, strict=True))
-        )
-        front = await stack.enter_async_context(_front(path, asked, streams, **settings))
-        yield front, *members
-
-
-@asynccontextmanager
-async def _front(
-    path: Path, members: tuple[GroupMember, ...], streams: Sequence[tuple[StreamTag, Any]], **settings: Any
-) -> AsyncIterator[EngineProcess]:
-    front = EngineProcess(worker_settings(path, group=members, group_tokens=TOKENS, **settings))
-    try:
-        await front.start()
-        for tag, sock in streams:
-            await front.give_stream(tag, sock)
-        async for _ in front.loaded():
-            pass
-        yield front
-    finally:
-        await front.stop()
-
-
-def how_it_computes(member: EngineProcess) -> str:
-    assert member.facts is not None
-    assert member.facts.arithmetic is not None
-    return member.facts.arithmetic.text
-
-
-async def answered(engine: EngineProcess, request: Generate) -> RequestEvents:
-    told = RequestEvents()
-    try:
-        async for event in engine.stream(request):
-            told.events.append(event)
-    except FleetError as error:
-        told.error = error
-    return told
 
 
 @pytest.mark.parametrize("cuts", [(2,), (1, 3)])

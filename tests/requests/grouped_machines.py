@@ -14,7 +14,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,7 @@ class GroupedMachines:
             await server(peer, body, _TappedStages(stream, self.point, machine.name))
 
         machine.node.handle(messages.SERVE, serve)
+        machine.node.handle(messages.LINK, server.link)
 
     # ---- what the planner knows --------------------------------------------------------------------------
 
@@ -164,10 +165,16 @@ class GroupedMachines:
     def prompt(self, request_id: str, **fields: Any) -> Generate:
         return request(request_id, CHUNK * PREFILL_CHUNKS - 10, 1, **{"max_tokens": 40, **fields})
 
-    async def ask(self, asked: Generate, told: RequestEvents, seen: Callable[[Any], None]) -> None:
+    async def ask(
+        self,
+        asked: Generate,
+        told: RequestEvents,
+        seen: Callable[[Any], None],
+        over: Sequence[str] | None = None,
+    ) -> None:
         """As the pool of a daemon that is asked. ``seen`` is told of each event and of the error."""
         try:
-            async with contextlib.aclosing(self.home.pool.stream(self.home.folder, asked)) as events:
+            async with contextlib.aclosing(self.home.pool.stream(self.home.folder, asked, over)) as events:
                 async for event in events:
                     told.events.append(event)
                     seen(event)

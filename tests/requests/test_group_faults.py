@@ -22,14 +22,15 @@ import short_stages
 import structlog
 import uvloop
 from group_table import FAULTS, FORMING, HOME, MEMBER, SERVING, STEPS, GroupCase, table
-from grouped_machines import NOTICED_S, STALL_S, GroupedMachines, began_again, machines
+from grouped_machines import HELPERS, NOTICED_S, STALL_S, GroupedMachines, began_again, machines
 from msgspec.structs import replace
 from request_events import RequestEvents
 from sharing import workers
-from wire import Effect
+from wire import Effect, Link
 
 from fleetd import limits
 from fleetd.engine.daemon_side.group_front import GroupFront
+from fleetd.engine.protocol import Delta
 from fleetd.errors import FleetError
 from fleetd.requests.groups import server
 
@@ -327,6 +328,43 @@ def test_a_member_whose_memory_is_needed_elsewhere_keeps_its_promise_and_makes_n
         assert later.answer == kept.expected
         assert asked
         await fleet.quiet()
+
+    kept.runner.run(run())
+
+
+# ---- three machines --------------------------------------------------------------------------------------
+
+
+def test_a_broken_stream_between_two_members_costs_time_and_nothing_else(kept: KeptGroups) -> None:
+    """It ends the group; the next one of the same machines has no such stream."""
+
+    async def run() -> None:
+        fleet, told = kept.machines, RequestEvents()
+        relayed: list[list[bool]] = []
+        between = [pair for pair in fleet.wire.fronts if HOME not in pair]
+
+        def hops() -> list[Link]:
+            return [
+                link for pair in between for link in fleet.wire.fronts[pair].links if link.kind == "stream"
+            ]
+
+        def strike(event: Any) -> None:
+            if isinstance(event, Delta) and len(told.of(Delta)) in (3, 30):
+                (front,) = fleet.workers(HOME)
+                relayed.append([held.relayed for held in front.status.members])
+                for link in hops():
+                    link.reset()
+
+        async with asyncio.timeout(60):
+            await fleet.ask(fleet.prompt("hop"), told, strike, HELPERS)
+        assert told.answer == kept.expected
+        assert relayed == [[False, False], [False, True]]
+        assert len([event for event in told.events if began_again(event)]) == 1
+        assert not hops()
+        await fleet.unload()
+        await fleet.together()
+        await fleet.quiet()
+        await fleet.unchanged(kept.before)
 
     kept.runner.run(run())
 

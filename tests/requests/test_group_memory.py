@@ -10,20 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import tiny_architectures
 from fakes import WITHIN_S
 from sharing_fakes import DIGEST, HelperMachine, HomePartners, machines, own_card
 
-from fleetd.engine.protocol import Accepted, Event, ServeStage, StreamTag
+from fleetd import limits
+from fleetd.engine.protocol import HOP_IN, HOP_OUT, STAGE, Accepted, Event, ServeStage, StreamTag
 from fleetd.engine.settings import WorkerSettings
-from fleetd.errors import OutOfMemory
+from fleetd.errors import NotFound, OutOfMemory, PeerUnreachable
 from fleetd.models.folder import ModelFolder, read_folder
 from fleetd.models.memory_need import WeightRules, layer_bytes
+from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.node import Node
 from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupPart
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.groups import messages
 from fleetd.requests.groups.client import FleetGroup
+from fleetd.requests.groups.known_hops import KnownHops
+from fleetd.requests.groups.messages import LinkQuestion
 from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.groups.server import StageServer
 from fleetd.requests.remote.bulk_dialer import BulkDialer
@@ -39,12 +44,14 @@ class StageWorker:
 
     def __init__(self, first: int, last: int) -> None:
         self.settings = WorkerSettings(name="m", path="m", first_layer=first, last_layer=last)
+        self.given: list[str] = []
 
     async def serve(self, stage: ServeStage) -> AsyncGenerator[Event, None]:
         yield Accepted(stage.id, stage.tokens)
         await asyncio.Event().wait()
 
     async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
+        self.given.append(tag.name)
         sock.close()
 
 
@@ -53,6 +60,7 @@ class StagePool:
 
     def __init__(self) -> None:
         self.used: list[tuple[int, int]] = []
+        self.worker = StageWorker(0, 0)
 
     @contextlib.asynccontextmanager
     async def assisting(
@@ -61,7 +69,8 @@ class StagePool:
         self.used.append((first, last))
         try:
             await asyncio.sleep(0)
-            yield StageWorker(first, last)
+            self.worker = StageWorker(first, last)
+            yield self.worker
         finally:
             self.used.remove((first, last))
 
@@ -96,6 +105,7 @@ class MemberMachine:
             rules=lambda: GPU,
         )
         machine.node.handle(messages.SERVE, self.server)
+        machine.node.handle(messages.LINK, self.server.link)
 
     @property
     def idle(self) -> bool:
@@ -173,6 +183,75 @@ async def test_a_machine_without_room_is_named_and_the_others_give_theirs_back(
         await until_idle(members)
         for member in members:
             await member.server.close()
+
+
+async def test_members_open_streams_to_each_other(tmp_path: Path, folder: ModelFolder) -> None:
+    async with formed(tmp_path, folder) as (made, members):
+        assert [member.direct for member in made.members] == [True, True]
+        await until(lambda: all(len(member.pool.worker.given) == 2 for member in members))
+        assert sorted(members[0].pool.worker.given) == [HOP_OUT, STAGE]
+        assert sorted(members[1].pool.worker.given) == [HOP_IN, STAGE]
+
+
+async def test_members_that_do_not_reach_each_other_are_reached_from_here(
+    tmp_path: Path, folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = BulkDialer.connect
+
+    async def refused(self: BulkDialer, node_id: str, invited: Invitation) -> socket.socket:
+        if self._node.name == "helper0":
+            raise PeerUnreachable("No route to host.")
+        return await connect(self, node_id, invited)
+
+    monkeypatch.setattr(BulkDialer, "connect", refused)
+    with structlog.testing.capture_logs() as logs:
+        async with formed(tmp_path, folder) as (made, members):
+            assert [member.direct for member in made.members] == [False, False]
+            await until(lambda: all(member.pool.worker.given == [STAGE] for member in members))
+    (told,) = [line for line in logs if line["event"] == "group.relayed"]
+    assert told["reason"] == (
+        "Hidden states from helper0 to helper1 pass through this machine: No route to host."
+    )
+
+
+def test_members_that_lost_each_other_are_linked_again_after_a_while() -> None:
+    now_s = [0.0]
+    hops = KnownHops(lambda: now_s[0])
+    hops.broke([("a", "b"), ("b", "c")])
+    with pytest.raises(PeerUnreachable, match="a short while ago"):
+        hops.check([("x", "a"), ("b", "c")])
+    hops.check([("b", "a"), ("a", "c")])
+    now_s[0] = limits.GROUP_RELAY_S
+    hops.check([("a", "b")])
+
+
+async def test_a_stream_is_opened_once_and_for_those_who_asked(tmp_path: Path, folder: ModelFolder) -> None:
+    async with formed(tmp_path, folder) as (made, members):
+        stranger = messages.encode(LinkQuestion("another"))
+        again = messages.encode(LinkQuestion(made.id))
+        for body in (stranger, again):
+            stream = made._partners.request(members[1].node.identity.node_id, messages.LINK, body)
+            with pytest.raises(NotFound, match="No such layers wait"):
+                await stream.receive()
+
+
+@contextlib.asynccontextmanager
+async def formed(
+    tmp_path: Path, folder: ModelFolder
+) -> AsyncIterator[tuple[FleetGroup, list[MemberMachine]]]:
+    """A group of three machines; then it ends, and nothing is left of it."""
+    async with machines(tmp_path, 2) as (home, helpers):
+        members = [MemberMachine(helper, folder, folder.weights_bytes) for helper in helpers]
+        made = group(home, *(member.node for member in members))
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                await made.form(lambda told: None)
+            yield made, members
+        finally:
+            made.close()
+            await until_idle(members)
+            for member in members:
+                await member.server.close()
 
 
 def test_what_a_worker_holds_by_now_is_not_counted_twice() -> None:

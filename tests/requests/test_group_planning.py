@@ -160,6 +160,13 @@ def test_the_view_says_what_each_part_takes_and_how_fast_it_is(folder: ModelFold
     )
 
 
+def test_hidden_states_go_from_machine_to_machine_and_back_from_the_last(folder: ModelFolder) -> None:
+    two, three = (view_of(groups(*map(other, over)), folder, *over) for over in ("a", "ab"))
+    there_and_back = two.parts[1].hop_s
+    assert there_and_back > 0
+    assert [part.hop_s for part in three.parts] == [0, there_and_back / 2, there_and_back]
+
+
 def test_a_faster_machine_has_more_layers_and_the_view_says_why(folder: ModelFolder) -> None:
     view = view_of(groups(other("studio", faster=3.0)), folder)
     assert view.parts[1].last - view.parts[1].first > 2

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pipes import Events, MemoryPipe
 from typing import Any
 
@@ -18,6 +19,7 @@ from fleetd.engine.groups.member_stage import MemberStage
 from fleetd.engine.groups.remote_rows import KeptThere
 from fleetd.engine.groups.remote_stage import RemoteStage
 from fleetd.engine.layers.stage import Stage
+from fleetd.engine.protocol import HOP_IN, HOP_OUT
 from fleetd.engine.streams.frames import Connect, Frame, Place
 
 MOST_BYTES = 1 << 30
@@ -43,6 +45,10 @@ class AnsweringPipe(MemoryPipe):
             if not self.member.ready and self.member.rows.disk.due_s is not None:
                 # Its disk is looked through, by another thread.
                 return None
+            if not self.member.ready and self.member.hops.waits:
+                # The member before it is asked first.
+                self.moved.set()
+                return None
             assert self.member.ready, "both ends wait"
             self.member.step()
         return frame
@@ -56,6 +62,8 @@ class Group:
     members: list[MemberStage]
     pipes: list[AnsweringPipe]
     events: Events
+    # Between two members, the end of the one that sends.
+    hops: list[MemoryPipe] = field(default_factory=list)
 
 
 def group_of(
@@ -63,8 +71,10 @@ def group_of(
     *cuts: int,
     most_bytes: int = MOST_BYTES,
     disk: Callable[[int, Stage, mx.Dtype], PartDisk | None] = lambda number, stage, dtype: None,
+    direct: bool = True,
 ) -> Group:
-    """A model over len(cuts) + 1 machines, cut before these layers. ``disk``: of a member, by its number."""
+    """A model over len(cuts) + 1 machines, cut before these layers. ``disk``: of a member, by its number.
+    ``direct``: hidden states go from member to member, not through the worker that answers."""
     stage = Stage.of(whole)
     events, moved = Events(), threading.Event()
     ends = [*cuts, stage.total]
@@ -85,6 +95,8 @@ def group_of(
                 kept=KeptThere.of(own.empty),
                 ids=own.takes_tokens,
                 name=f"machine {len(members) + 1}",
+                from_before=direct and len(members) > 0,
+                to_next=direct and last < stage.total,
             )
         )
 
@@ -96,9 +108,23 @@ def group_of(
 
         members.append(MemberStage(own, dtype, most_bytes, connect, disk(len(members), own, dtype)))
         pipes[-1].member = members[-1]
+    hops = [_linked(before, behind, events) for before, behind in pairwise(members)] if direct else []
     model = GroupModel(stage, cuts[0], stage.embed(mx.array([[0]])).dtype)
     model.join(remote)
-    return Group(model, members, pipes, events)
+    return Group(model, members, pipes, events, hops)
+
+
+def _linked(before: MemberStage, behind: MemberStage, events: Events) -> MemoryPipe:
+    ends: list[MemoryPipe] = []
+
+    def connect(_name: str, place: Place) -> MemoryPipe:
+        ends.append(MemoryPipe(place, events))
+        return ends[-1]
+
+    before.hops.open(HOP_OUT, connect)
+    behind.hops.open(HOP_IN, connect)
+    ends[0].join(ends[1])
+    return ends[0]
 
 
 def lazy(group: Group, seed: int) -> Group:

@@ -89,7 +89,16 @@ class GroupFront(EngineProcess):
     def status(self) -> EngineStatus:
         loading = self.loading.members if self.state == "loading" else []
         progress = {each.name: each for each in loading}
-        members = [_held(each, progress.get(each.name, MemberProgress())) for each in self.settings.group]
+        # Before its process runs, members have not tried to reach each other.
+        tried = self.settings.ring is None and self.facts is not None
+        members = [
+            _held(
+                each,
+                progress.get(each.name, MemberProgress()),
+                relayed=tried and number > 0 and not each.direct,
+            )
+            for number, each in enumerate(self.settings.group)
+        ]
         return msgspec.structs.replace(super().status, members=members, cut_anew=self.cut_anew)
 
     async def start(self) -> None:
@@ -119,7 +128,8 @@ class GroupFront(EngineProcess):
             if self.on_exit is not None:
                 self.on_exit(self)
         else:
-            self.kill(error)
+            # Once the worker ends because of one member, the others leave, too. What it ended with stays.
+            self.kill(self.error or error)
 
     def _on_event(self, event: Event, now: float) -> None:
         if isinstance(event, Finished) and event.stages:
@@ -149,7 +159,13 @@ class GroupFront(EngineProcess):
         await super().stop()
 
 
-def _held(member: GroupMember, loading: MemberProgress) -> HeldLayers:
+def _held(member: GroupMember, loading: MemberProgress, *, relayed: bool) -> HeldLayers:
     return HeldLayers(
-        member.name, member.first, member.last, loading.stage, loading.done_bytes, loading.total_bytes
+        member.name,
+        member.first,
+        member.last,
+        loading.stage,
+        loading.done_bytes,
+        loading.total_bytes,
+        relayed=relayed,
     )

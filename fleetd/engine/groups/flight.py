@@ -3,7 +3,8 @@
     own layers ─► member 1 ─► member 2 ─► …        each member computes another block
         block 3     block 2     block 1
 
-This machine passes hidden states on from one member to the next, whenever it waits or begins a block.
+Hidden states go from member to member. If members have no streams to each other, this machine passes them on,
+whenever it waits or begins a block.
 """
 
 from __future__ import annotations
@@ -11,11 +12,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import mlx.core as mx
 
 from fleetd import limits
+from fleetd.engine.failures import MemberLost
 from fleetd.engine.groups.remote_stage import RemoteStage, StagePass
+from fleetd.errors import GroupLost, MembersApart
+
+# A member that is gone leaves its streams to others broken, too: so long its own stream may take to show it.
+_BLAME_S = limits.GROUP_BEAT_S / 2
 
 
 @dataclass(slots=True, eq=False)
@@ -83,3 +90,27 @@ class GroupStages:
             self.stages[0].moved.wait(limits.GROUP_BEAT_S)
             for member in self.stages:
                 member.check(since_s, time.monotonic())
+            self._check_hops(time.monotonic())
+
+    def _check_hops(self, now_s: float) -> None:
+        """Raises MemberLost if the stream between two members broke: for the one before it if nothing is
+        heard of that one, else for the one behind it."""
+        for before, behind in pairwise(self.stages):
+            told = [*_told(before, to_next=True), *_told(behind, to_next=False)]
+            if not told or now_s - min(told) < _BLAME_S:
+                continue
+            silent_s = before.silent_s(now_s)
+            if silent_s > limits.GROUP_SILENT_S:
+                raise MemberLost(GroupLost(f"{before.name} was silent for {silent_s:.1f} s."))
+            # Whoever was heard within two beats is there.
+            if silent_s < 2 * limits.GROUP_BEAT_S:
+                raise MemberLost(
+                    MembersApart(
+                        f"{behind.name} is not reached any more by {before.name}, which sends to it."
+                    )
+                )
+
+
+def _told(member: RemoteStage, *, to_next: bool) -> list[float]:
+    """When the member told that this stream of it is lost."""
+    return [at_s for lost, at_s in member.hops_lost if lost.to_next is to_next]

@@ -2,6 +2,8 @@
 
     tokens ─► embedding, own layers ─► member ─► member ─► norm, head ─► logits
 
+Members send hidden states to each other if they have streams for that, else through this machine.
+
 For all that calls it, it is one of mlx-lm's models. A chunk of a prompt is sent on and not waited for, so
 that every machine computes a chunk of its own. Nor need a block of an answer be: ``begin`` sends it.
 """
@@ -172,9 +174,14 @@ class GroupModel(nn.Module):  # type: ignore[misc]
             member.enter(rows, tokens, wanted=wanted or member is not stages[-1], room=room, taps=asked)
             for member, rows in zip(stages, rest, strict=True)
         ]
-        for entered, after in zip(passes, zip(stages[1:], passes[1:], strict=True), strict=False):
-            entered.after = after
         stages[0].give(passes[0], hidden)
+        for number, member in enumerate(stages[1:], 1):
+            before = passes[number - 1]
+            if member.from_before:
+                passes[number].before = before
+                member.send_on()
+            else:
+                before.after = member, passes[number]
         return Flight(self._members, passes, self._front.finish, states, last)
 
     @property

@@ -13,7 +13,7 @@ from fleetd.engine.groups.member_stage import MemberStage
 from fleetd.engine.guests import Guests, GuestTask
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.prefixes.disk_tier import DiskTier
-from fleetd.engine.protocol import STAGE, Accepted, Report, ServeStage
+from fleetd.engine.protocol import HOP_IN, HOP_OUT, STAGE, Accepted, Report, ServeStage
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.errors import InvalidValue, ModelUnsupported, Overloaded
@@ -70,10 +70,22 @@ class MemberGuests(Guests[ServeStage, MemberStage]):
         return MemberStage(stage, dtype, most_bytes, streams.connect(task.id), disk)
 
     def turn(self, chunk_tokens: int) -> None:
+        self._open_hops()
         super().turn(chunk_tokens)
         paced = self.ready
         for tier in self.tiers:
             tier.writer.paced = paced
+
+    def _open_hops(self) -> None:
+        """Take the streams between members that have come."""
+        for task in self._tasks:
+            for name in (HOP_IN, HOP_OUT):
+                if (
+                    task.work is not None
+                    and self.streams is not None
+                    and self.streams.complete(task.id, (name,))
+                ):
+                    task.work.hops.open(name, self.streams.connect(task.id))
 
     @property
     def tiers(self) -> list[DiskTier]:

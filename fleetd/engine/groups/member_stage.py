@@ -2,13 +2,16 @@
 
 STAGE ─► changes of what is kept ─► layers ─► STAGED, in the order in which they came
 
-What a later frame undoes is not computed: it was guessed on from a draft that was wrong.
+Hidden states come with a STAGE, or as a HOP from the member before; they go back with the STAGED, or as a
+HOP to the member behind. What a later frame undoes is not computed: it was guessed on from a draft that was
+wrong.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -18,8 +21,9 @@ import numpy as np
 from fleetd import limits
 from fleetd.engine.groups import messages
 from fleetd.engine.groups.member_disk import PartDisk
+from fleetd.engine.groups.member_hops import MemberHops
 from fleetd.engine.groups.member_rows import MemberRows
-from fleetd.engine.groups.messages import Change, RunStage, StageRan, Trim
+from fleetd.engine.groups.messages import Change, HopLost, RunStage, StageRan, Trim
 from fleetd.engine.layers.hidden_states import noted_states
 from fleetd.engine.layers.layer_calls import PassInputs
 from fleetd.engine.layers.stage import Stage
@@ -48,6 +52,8 @@ class MemberStage:
         # What came and was not run yet.
         self._due: deque[tuple[RunStage, Frame]] = deque()
         self._broken: FleetError | None = None
+        self._most_hidden = limits.GROUP_TOKENS * stage.width * dtype.size
+        self.hops = MemberHops(self._most_hidden)
         self._pipe = connect(STAGE, self._place)
 
     # ---- guest work ------------------------------------------------------------------------------------
@@ -59,39 +65,68 @@ class MemberStage:
                 self._due.append((messages.decode(frame.buffers[0], RunStage), frame))
         except FleetError as error:
             self._broken = error
-        return bool(self._due) or self._broken is not None or self.rows.disk.ready
+        return self._can_run or self._broken is not None or self.rows.disk.ready
 
     @property
     def due_s(self) -> float | None:
-        """It waits for the other machines until the group ends; for its disk it does not."""
-        return self.rows.disk.due_s
+        """It waits for the machine that answers until the group ends; for its disk, and for a member before
+        it that is silent, it does not."""
+        due = [due_s for due_s in (self.rows.disk.due_s, self.hops.due_s) if due_s is not None]
+        return min(due, default=None)
+
+    @property
+    def _can_run(self) -> bool:
+        """True if all is there that what came first needs."""
+        if not self._due:
+            return False
+        command, _ = self._due[0]
+        if not _runs(command) or self._first_is_undone:
+            return True
+        try:
+            there = not command.from_before or self.hops.look() is not None
+        except FleetError:
+            self._tell_lost(self.hops.lost(to_next=False))
+            return False
+        return there and (not command.to_next or self.hops.can_send)
 
     def step(self) -> None:
         """Run the layers on what came first. Raises what the stream broke with, and FleetError."""
-        if not self.ready:
+        ready = self.ready
+        self._tell_lost(self.hops.late())
+        if not ready:
             return
         self._tell_kept()
-        if not self._due:
+        if not self._can_run:
             if self._broken is None:
                 return
             raise self._broken
+        skipped = self._first_is_undone
         command, frame = self._due.popleft()
         for change in command.changes:
             self.rows.change(change)
         self._tell_kept()
-        if not command.tokens or not command.batch:
+        if not _runs(command):
             return
-        skipped = self._is_undone(command)
         # What is told later may name it, run or not.
         caches = self.rows.caches(command.held)
         begun = time.monotonic()
-        out = [] if skipped else self._run(command, frame, caches)
+        data = self._take_hidden(command, frame)
+        skipped = skipped or data is None
+        out, taps = (None, []) if skipped or data is None else self._run(command, data, caches)
         ran = StageRan(skipped, time.monotonic() - begun)
+        if command.to_next and not self.hops.send(out):
+            self._tell_lost(self.hops.lost(to_next=True))
         done = memoryview(messages.encode(ran))
-        payload = [buffer_of(as_bytes(states)) for states in out]
+        back = [*([] if out is None or command.to_next else [out]), *taps]
+        payload = [buffer_of(as_bytes(states)) for states in back]
         sizes = done.nbytes, sum(part.nbytes for part in payload)
         head = FrameHeader(Kind.STAGED, count=command.tokens, sizes=sizes)
         self._pipe.send(head, done, *payload)
+
+    def _tell_lost(self, lost: HopLost | None) -> None:
+        if lost is not None:
+            message = memoryview(messages.encode(lost))
+            self._pipe.send(FrameHeader(Kind.HOP_LOST, sizes=(message.nbytes, 0)), message)
 
     def _tell_kept(self) -> None:
         for told in self.rows.disk.step():
@@ -99,16 +134,20 @@ class MemberStage:
             self._pipe.send(FrameHeader(Kind.KEPT, sizes=(message.nbytes, 0)), message)
 
     def close(self) -> None:
+        # First of all: the member whose stream to the machine that answers is gone is the one that is lost.
         self._pipe.close()
+        self.hops.close()
         self.rows.disk.close()
         if self.disk is not None:
             self.disk.tier.close()
 
     # ---- the layers ------------------------------------------------------------------------------------
 
-    def _is_undone(self, command: RunStage) -> bool:
-        """True if what came since undoes all of this block, and nothing reads its rows before that."""
-        for later, _ in self._due:
+    @property
+    def _first_is_undone(self) -> bool:
+        """True if what came since undoes all of the first block, and nothing reads its rows before that."""
+        command, _ = self._due[0]
+        for later, _ in islice(self._due, 1, None):
             for change in later.changes:
                 if isinstance(change, Trim) and change.held == command.held:
                     if change.tokens <= command.start:
@@ -117,9 +156,19 @@ class MemberStage:
                     return False
         return False
 
-    def _run(self, command: RunStage, frame: Frame, caches: list[Any]) -> list[mx.array]:
-        """The hidden states that are sent back, (B, T, D) each."""
-        hidden = self._hidden(command, frame)
+    def _take_hidden(self, command: RunStage, frame: Frame) -> memoryview | None:
+        """The bytes of a block's hidden states; None if they never come, as the member before skipped it."""
+        if not command.from_before:
+            return frame.buffers[1]
+        came = self.hops.taken()
+        return came.buffers[0] if came is not None and came.head.nbytes else None
+
+    def _run(
+        self, command: RunStage, data: memoryview, caches: list[Any]
+    ) -> tuple[mx.array | None, list[mx.array]]:
+        """The hidden states behind the last layer, if they are wanted, and those of single layers that were
+        asked for, (B, T, D) each."""
+        hidden = self._hidden(command, data)
         ids = mx.array(command.ids).reshape(command.batch, -1) if command.ids else None
         inputs = PassInputs(command.start)
         if ids is not None:
@@ -138,7 +187,7 @@ class MemberStage:
             mx.clear_cache()
         if (kept := self.rows.nbytes) > self._most_bytes:
             raise OutOfMemory(f"A group keeps {kept} bytes here; {self._most_bytes} were promised.")
-        return [out, *taps] if command.wanted else taps
+        return (out if command.wanted else None), taps
 
     def _tap(self, noted: list[mx.array], command: RunStage) -> mx.array:
         """What a layer that is asked for gave, (B, rows, D). Raises ProtocolError."""
@@ -153,26 +202,27 @@ class MemberStage:
         for cache in caches:
             cache.expect(command.positions)
 
-    def _hidden(self, command: RunStage, frame: Frame) -> mx.array:
-        shape = (command.batch, command.tokens, self._stage.width)
+    def _hidden(self, command: RunStage, data: memoryview) -> mx.array:
         expected = command.batch * command.tokens * self._stage.width * self._dtype.size
-        if frame.head.sizes[1] != expected:
-            raise ProtocolError(
-                f"Hidden states of {frame.head.sizes[1]} bytes came where {expected} were due."
-            )
-        data = np.frombuffer(frame.buffers[1], np.uint8).reshape(*shape[:2], -1)
-        return of_bytes(data, self._dtype)
+        if data.nbytes != expected:
+            raise ProtocolError(f"Hidden states of {data.nbytes} bytes came where {expected} were due.")
+        rows = np.frombuffer(data, np.uint8).reshape(command.batch, command.tokens, -1)
+        return of_bytes(rows, self._dtype)
 
     # ---- what arrives ----------------------------------------------------------------------------------
 
     def _place(self, head: FrameHeader) -> list[memoryview]:
         first, second = head.sizes
-        most = limits.GROUP_TOKENS * self._stage.width * self._dtype.size
-        if head.kind is not Kind.STAGE or first > limits.GROUP_MESSAGE_BYTES or second > most:
+        if head.kind is not Kind.STAGE or first > limits.GROUP_MESSAGE_BYTES or second > self._most_hidden:
             raise ProtocolError(
                 f"A {head.kind.name} of {first} and {second} bytes came where a STAGE was due."
             )
         return [memoryview(bytearray(first)), memoryview(bytearray(second))]
+
+
+def _runs(command: RunStage) -> bool:
+    """False if there are changes alone."""
+    return command.tokens > 0 and command.batch > 0
 
 
 def _may_name(change: Change, held: int) -> bool:

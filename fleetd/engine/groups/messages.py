@@ -4,6 +4,11 @@
     answering ◄─ STAGED  a message, hidden states or nothing     once that is done, in the same order
                          (those that come out, then those that were asked for of single layers)
     answering ◄─ KEPT    a message                               what its disk has, whenever that is known
+    member    ─► HOP     hidden states, or nothing if skipped    to the member behind, on a stream of its own
+    answering ◄─ HOP_LOST  a message                             that stream broke, told by either of its ends
+
+Each member is told all of its blocks by the machine that answers. Their hidden states come with that, or, if
+members have streams to each other, from the member before. Both ends of such a stream count the blocks.
 
 Blocks of one sequence may follow each other before the first has come back. Positions number them: a Trim
 undoes all that was sent from a position on, computed or not.
@@ -185,6 +190,8 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
     ``room``: for so many tokens more there shall be room in what is kept, made at once.
     ``taps``: layers, of the whole model's, whose hidden states are sent back, for what drafts from them.
     ``tap_rows``: those of the last so many tokens; 0 for all.
+    ``from_before``: hidden states come from the member before this one. ``to_next``: what comes out goes to
+    the member behind it, and is not sent back.
     """
 
     changes: Annotated[list[Change], Meta(max_length=limits.GROUP_CHANGES)]
@@ -198,6 +205,8 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
     positions: Annotated[list[_Count], Meta(max_length=limits.GROUP_TOKENS)] = []
     taps: Annotated[list[_Count], Meta(max_length=limits.GROUP_TAPS)] = []
     tap_rows: Annotated[int, Meta(ge=0, le=limits.GROUP_TOKENS)] = 0
+    from_before: bool = False
+    to_next: bool = False
 
     @property
     def tapped(self) -> int:
@@ -226,14 +235,22 @@ class KeptTold(msgspec.Struct, frozen=True, array_like=True):
     bytes_per_s: Rate = 0.0
 
 
-_T = TypeVar("_T", RunStage, StageRan, KeptTold)
+class HopLost(msgspec.Struct, frozen=True, array_like=True):
+    """The stream to the member behind broke, if ``to_next``, else the one from the member before.
+    ``silent``: it may not have broken; nothing was heard on it for too long."""
+
+    to_next: bool
+    silent: bool = False
+
+
+_T = TypeVar("_T", RunStage, StageRan, KeptTold, HopLost)
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgpack_decoder(kind) for kind in (RunStage, StageRan, KeptTold)
+    kind: msgpack_decoder(kind) for kind in (RunStage, StageRan, KeptTold, HopLost)
 }
 
 
-def encode(message: RunStage | StageRan | KeptTold) -> bytes:
+def encode(message: RunStage | StageRan | KeptTold | HopLost) -> bytes:
     return _encoder.encode(message)
 
 

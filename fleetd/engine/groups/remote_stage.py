@@ -2,7 +2,7 @@
 
 Nothing is asked of a member: what becomes of its caches is told with the next block of tokens. A block gets
 its place in the member's stream when it begins its way through the group, which may be before its hidden
-states are known: they come from the machine before.
+states are known: they come from the machine before, straight or through this one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fleetd import limits
 from fleetd.engine.failures import MemberLost
 from fleetd.engine.groups import messages
 from fleetd.engine.groups.disk_there import DiskThere
-from fleetd.engine.groups.messages import Change, KeptTold, RunStage, StageRan
+from fleetd.engine.groups.messages import Change, HopLost, KeptTold, RunStage, StageRan
 from fleetd.engine.groups.remote_rows import CachesThere, KeptThere, RemoteRows
 from fleetd.engine.groups.step_times import StepTimes
 from fleetd.engine.layers.hidden_states import NO_TAPS, Taps
@@ -29,7 +29,7 @@ from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, of_byt
 from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Kind
 from fleetd.errors import FleetError, GroupLost, ProtocolError
 
-_T = TypeVar("_T", StageRan, KeptTold)
+_T = TypeVar("_T", StageRan, KeptTold, HopLost)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,8 +49,12 @@ class StagePass:
     sent_s: float = 0.0
     # True if what comes out is of no use any more.
     dropped: bool = False
-    # The next member, and the block's way through its layers.
+    # The next member, and the block's way through its layers, if hidden states go there through this machine.
     after: tuple[RemoteStage, StagePass] | None = None
+    # Its way through the layers of the member before, if they come straight from there.
+    before: StagePass | None = None
+    # When it was answered, by the monotonic clock.
+    done_s: float = 0.0
 
     @property
     def runs(self) -> bool:
@@ -68,6 +72,9 @@ class RemoteStage:
         kept: what the layers keep of sequences.
         ids: whether the layers take the tokens themselves.
         name: of the machine, for people.
+        from_before: hidden states come to it from the member before.
+        to_next: what comes out of its layers goes to the member behind it.
+        relayed: hidden states of the member before come through this machine.
     """
 
     def __init__(
@@ -82,9 +89,15 @@ class RemoteStage:
         kept: KeptThere | None = None,
         ids: bool = False,
         name: str = "",
+        from_before: bool = False,
+        to_next: bool = False,
+        relayed: bool = False,
     ) -> None:
         self.first, self.last, self.name, self.takes_ids, self.moved = first, last, name, ids, moved
-        self.times = StepTimes(name, first, last)
+        self.from_before, self.to_next = from_before, to_next
+        self.times = StepTimes(name, first, last, relayed)
+        # What it told of its streams to other members, and when that came, by the monotonic clock.
+        self.hops_lost: list[tuple[HopLost, float]] = []
         self._caches = CachesThere(kept or KeptThere())
         self._width, self._dtype = width, dtype
         # Bytes of one hidden state.
@@ -104,7 +117,8 @@ class RemoteStage:
     def enter(
         self, rows: RemoteRows, tokens: mx.array, *, wanted: bool, room: int, taps: Taps = NO_TAPS
     ) -> StagePass:
-        """A place for a block of ``tokens`` (B, T), with all changes of caches so far; ``give`` sends it.
+        """A place for a block of ``tokens`` (B, T), with all changes of caches so far; ``give`` sends it, or
+        ``send_on`` if its hidden states come from the member before.
 
         ``wanted``: what comes out of the layers is sent back. ``room``: as many tokens follow, with these.
         ``taps``: hidden states that are sent back too, of those of the layers that are the member's.
@@ -115,7 +129,19 @@ class RemoteStage:
         where = rows.next_positions()
         own = [layer for layer in taps.layers if self.first <= layer < self.last]
         command = RunStage(
-            self._told(), rows.number, batch, count, wanted, room, start, ids, where, own, taps.rows
+            self._told(),
+            rows.number,
+            batch,
+            count,
+            wanted,
+            room,
+            start,
+            ids,
+            where,
+            own,
+            taps.rows,
+            self.from_before,
+            self.to_next,
         )
         rows.grow(count)
         self._unsent.append(StagePass(command))
@@ -126,10 +152,14 @@ class RemoteStage:
         entered.hidden = hidden
         self._flush()
 
+    def send_on(self) -> None:
+        """Send all that can be sent: blocks whose hidden states do not come from here, too."""
+        self._flush()
+
     def drop(self, entered: StagePass) -> None:
         """What comes out of this block is of no use; its rows are taken back by what is told next."""
         entered.dropped = True
-        if entered in self._unsent and entered.hidden is None:
+        if entered in self._unsent and entered.hidden is None and not self.from_before:
             entered.command = RunStage(entered.command.changes)
         self._flush()
 
@@ -144,13 +174,16 @@ class RemoteStage:
         return self._caches.take_untold(lambda changes: self._unsent.append(StagePass(RunStage(changes))))
 
     def _flush(self) -> None:
-        while self._unsent and (self._unsent[0].hidden is not None or not self._unsent[0].runs):
+        while self._unsent and self._can_be_sent(self._unsent[0]):
             entered, begun = self._unsent.popleft(), time.monotonic()
             self._send(entered.command, entered.hidden if entered.runs else None)
             entered.hidden = None
             if entered.runs:
                 entered.sent_s = 0.0 if self._due else begun
                 self._due.append(entered)
+
+    def _can_be_sent(self, entered: StagePass) -> bool:
+        return self.from_before or entered.hidden is not None or not entered.runs
 
     def _send(self, command: RunStage, hidden: mx.array | None) -> None:
         message = memoryview(messages.encode(command))
@@ -183,6 +216,8 @@ class RemoteStage:
             return False
         if frame.head.kind is Kind.KEPT:
             self.disk.take(self._decoded(frame, KeptTold))
+        elif frame.head.kind is Kind.HOP_LOST:
+            self.hops_lost.append((self._decoded(frame, HopLost), time.monotonic()))
         elif self._due:
             self._take(self._due.popleft(), frame)
         else:
@@ -200,17 +235,22 @@ class RemoteStage:
         if now_s - since_s > limits.GROUP_STEP_S:
             raise MemberLost(GroupLost(f"{self.name} took {limits.GROUP_STEP_S:.0f} s for a step."))
 
+    def silent_s(self, now_s: float) -> float:
+        """Since when nothing came of the member."""
+        return now_s - self._pipe.heard_s
+
     def _take(self, entered: StagePass, frame: Frame) -> None:
         ran = self._decoded(frame, StageRan)
-        entered.done = True
+        entered.done, entered.done_s = True, time.monotonic()
         if entered.sent_s and entered.command.wanted and not ran.skipped:
-            away_s = time.monotonic() - entered.sent_s
-            self.times.add(entered.command.tokens, ran.seconds, away_s - ran.seconds)
+            self._note_times(entered, ran.seconds)
         command = entered.command
+        # What comes out of the layers may go to the member behind.
+        comes = command.wanted and not self.to_next
         # A chunk of a prompt that was given up may be skipped, and its taps with it.
-        if entered.dropped or (ran.skipped and not command.wanted):
+        if entered.dropped or (ran.skipped and not comes):
             return
-        rows = [command.tokens] * command.wanted + [command.tapped] * len(command.taps)
+        rows = [command.tokens] * comes + [command.tapped] * len(command.taps)
         sizes = [command.batch * count * self._row for count in rows]
         if ran.skipped or frame.head.sizes[1] != sum(sizes):
             raise MemberLost(ProtocolError(f"{self.name} sent no hidden states of {sum(sizes)} bytes."))
@@ -219,14 +259,27 @@ class RemoteStage:
             data = np.frombuffer(frame.buffers[1], np.uint8, nbytes, begins)
             found.append(of_bytes(data.reshape(command.batch, -1, self._row), self._dtype))
             begins += nbytes
-        entered.taps = dict(zip(command.taps, found[command.wanted :], strict=True))
-        if not command.wanted:
+        entered.taps = dict(zip(command.taps, found[comes:], strict=True))
+        if not comes:
             return
         entered.out = found[0]
         if entered.after is not None:
             stage, then = entered.after
             stage.give(then, entered.out)
             entered.out = None
+
+    def _note_times(self, entered: StagePass, computed_s: float) -> None:
+        """Note the times of a block that had the member to itself.
+
+        Hidden states that come straight from the member before begin their way about when that one answers.
+        So the ways to all members add up to the whole way of the block.
+        """
+        began_s = entered.sent_s
+        if entered.before is not None:
+            if not entered.before.done:
+                return
+            began_s = max(began_s, entered.before.done_s)
+        self.times.add(entered.command.tokens, computed_s, entered.done_s - began_s - computed_s)
 
     @staticmethod
     def _decoded(frame: Frame, kind: type[_T]) -> _T:
@@ -239,7 +292,7 @@ class RemoteStage:
         first, second = head.sizes
         # The thread that reads may be ahead of what was taken, never of what was sent.
         most = limits.GROUP_STREAMS * limits.GROUP_TOKENS * self._row
-        due = Kind.STAGED, Kind.KEPT
+        due = Kind.STAGED, Kind.KEPT, Kind.HOP_LOST
         if head.kind not in due or first > limits.GROUP_MESSAGE_BYTES or second > most:
             raise ProtocolError(
                 f"A {head.kind.name} of {first} and {second} bytes came where a STAGED was due."

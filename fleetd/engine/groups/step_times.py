@@ -1,4 +1,4 @@
-"""What plain steps of a group took in one machine's layers, and on the way there and back."""
+"""What plain steps of a group took in one machine's layers, and on the way there and on."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ STEPS = 64
 
 @dataclass(slots=True)
 class StepTimes:
-    """Steps of one machine, which has layers [first, last). ``name``: of the machine; "" for this one."""
+    """Steps of one machine, which has layers [first, last). ``name``: of the machine; "" for this one.
+    ``relayed``: as ``GroupStage`` has it."""
 
     name: str
     first: int
     last: int
+    relayed: bool = False
     _steps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=STEPS))
 
     def add(self, tokens: int, computed_s: float, way_s: float = 0.0) -> None:
         """Note a block of ``tokens`` of each sequence that had the machine to itself; wider ones than a plain
-        step are left out. ``way_s``: from when it was sent until it was back, without ``computed_s``."""
+        step are left out. ``way_s``: from when it was sent until it was answered, without ``computed_s``."""
         if tokens <= MOST_TOKENS:
             self._steps.append((computed_s, max(0.0, way_s)))
 
@@ -33,4 +35,4 @@ class StepTimes:
     def median(self) -> GroupStage:
         computed_s, way_s = zip(*self._steps, strict=True) if self._steps else ((0.0,), (0.0,))
         medians = statistics.median(computed_s), statistics.median(way_s)
-        return GroupStage(self.name, self.first, self.last, *medians, len(self._steps))
+        return GroupStage(self.name, self.first, self.last, *medians, len(self._steps), self.relayed)

@@ -46,6 +46,9 @@ class GroupMembers:
     def of(self, model: GroupModel) -> list[RemoteStage]:
         """All of them, for the model whose layers they have. Raises GroupLost if one does not connect."""
         self._wait()
+        # All of them, or none: a block that is not wanted any more would be told of in two ways.
+        direct = all(member.direct for member in self._members[1:])
+        last = len(self._members) - 1
         self._stages = [
             RemoteStage(
                 self._streams.connect(member.stream),
@@ -57,8 +60,12 @@ class GroupMembers:
                 kept=model.kept_by(member.first, member.last),
                 ids=model.takes_tokens,
                 name=member.name,
+                # The first one's hidden states come from this machine, and the last one's go back to it.
+                from_before=direct and number > 0,
+                to_next=direct and number < last,
+                relayed=number > 0 and not direct,
             )
-            for member in self._members
+            for number, member in enumerate(self._members)
         ]
         return self._stages
 

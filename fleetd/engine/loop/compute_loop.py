@@ -22,6 +22,8 @@ from fleetd.engine.loop.inbox import Inbox, Item, Stop
 from fleetd.engine.measure.idle_calibration import IdleCalibration
 from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.protocol import (
+    HOP_IN,
+    HOP_OUT,
     STAGE,
     AssistPrefill,
     Cancel,
@@ -85,7 +87,7 @@ class ComputeLoop(ABC):
 
     def put_stream(self, tag: StreamTag, sock: socket.socket) -> None:
         """Take a connected socket that the daemon hands over."""
-        (self._stage_streams if tag.name == STAGE else self.streams).put(tag, sock)
+        (self._stage_streams if tag.name in (STAGE, HOP_IN, HOP_OUT) else self.streams).put(tag, sock)
 
     def stop(self) -> None:
         self.inbox.put(Stop())

@@ -43,6 +43,10 @@ class Kind(IntEnum):
     STAGED = 9
     # What its disk has of a prompt.
     KEPT = 11
+    # From one member to the one behind it: hidden states of block ``index``, or nothing if it was skipped.
+    HOP = 12
+    # To the machine that answers: the stream between two members broke.
+    HOP_LOST = 13
     # Nothing, but that the process on the other side runs.
     ALIVE = 10
 

@@ -1,7 +1,8 @@
 """One group seen from the machine that answers: which machines hold what, and whether they still do.
 
     planned ──► each promises memory in turn ──► all at once: layers are loaded
-        and streams are opened ──► the engine here has the streams ──► watched
+        and streams are opened ──► members open streams to each other
+        ──► the engine here has the streams ──► watched
 
 The engine's process asks for all of this when it starts (``engine.daemon_side.group_front``).
 """
@@ -11,10 +12,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
+import structlog
 from msgspec.structs import replace
 
 from fleetd import limits
@@ -22,15 +26,26 @@ from fleetd.control.model_change import READING, MemberProgress
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Loading, StreamTag
 from fleetd.engine.settings import GroupMember, RingPlace
-from fleetd.errors import FleetError, GroupLost, ModelError, OutOfMemory, PeerLost, ProtocolError
+from fleetd.errors import (
+    FleetError,
+    GroupLost,
+    MembersApart,
+    ModelError,
+    OutOfMemory,
+    PeerLost,
+    ProtocolError,
+)
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.group_cut import GroupCut, GroupPart
 from fleetd.requests.concurrency import cancel_all, gather_or_cancel
 from fleetd.requests.groups import messages
-from fleetd.requests.groups.messages import StageQuestion, StageTold
+from fleetd.requests.groups.known_hops import KnownHops
+from fleetd.requests.groups.messages import LinkQuestion, LinkTold, NextMember, StageQuestion, StageTold
 from fleetd.requests.ports import FleetPort
 from fleetd.requests.remote.peer_stream import next_message, said_by
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -78,6 +93,7 @@ class FleetGroup:
     model, digest: as the members are to find it.
     promise_here: what this machine promises its own part, given what tells the bytes that are held of it.
     failed: told of each member that is lost, by its node id, and why.
+    hops: which members have reached each other.
     after: the id of a group that has ended, whose layers the members free before they promise memory.
     """
 
@@ -94,6 +110,7 @@ class FleetGroup:
             nullcontext()
         ),
         failed: Callable[[str, FleetError], None] = lambda node_id, error: None,
+        hops: KnownHops | None = None,
         *,
         after: str = "",
     ) -> None:
@@ -104,6 +121,9 @@ class FleetGroup:
         self._engine: EngineProcess | None = None
         self._failed = failed
         self._all_joined = asyncio.Event()
+        self._hops = hops or KnownHops()
+        # True once every member has a stream to the next one.
+        self._direct = False
         # As its members know it.
         self.id = secrets.token_hex(8)
         self._held = [
@@ -113,7 +133,7 @@ class FleetGroup:
 
     @property
     def members(self) -> tuple[GroupMember, ...]:
-        return tuple(replace(held.member, arithmetic=held.layers) for held in self._held)
+        return tuple(replace(held.member, arithmetic=held.layers, direct=self._direct) for held in self._held)
 
     @property
     def tokens(self) -> int:
@@ -135,6 +155,7 @@ class FleetGroup:
             await self._begin(held, told)
         self._promise()
         await gather_or_cancel(*(self._join(held, told) for held in self._held))
+        await _unless(self.watch(), self._link())
 
     async def connect(self, engine: EngineProcess) -> None:
         """Give the engine its streams to the members. Raises EngineDied."""
@@ -151,6 +172,8 @@ class FleetGroup:
     def close(self) -> None:
         """The members may let go of their layers; idempotent."""
         self._promised.close()
+        if self._engine is not None and isinstance(self._engine.error, MembersApart):
+            self._hops.broke(self._pairs)
         for held in self._held:
             if held.stream is not None:
                 held.stream.cancel()
@@ -192,14 +215,54 @@ class FleetGroup:
             held.sock = await self._partners.connect(held.part.machine.node_id, invitation)
         if all(each.sock is not None for each in self._held):
             self._all_joined.set()
-        joined = asyncio.create_task(self._all_joined.wait())
-        watching = asyncio.create_task(self._watch(held))
+        await _unless(self._watch(held), self._all_joined.wait())
+
+    # ---- between members -----------------------------------------------------------------------------------
+
+    async def _link(self) -> None:
+        """Have the members open streams to each other; if two cannot, all hidden states pass through here."""
         try:
-            await asyncio.wait({joined, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not joined.done():
-                await watching
+            self._hops.check(self._pairs)
+            async with asyncio.timeout(limits.GROUP_LINK_S):
+                await gather_or_cancel(*(self._linked(*pair) for pair in pairwise(self._held)))
+        except (FleetError, TimeoutError) as error:
+            reason = error.message if isinstance(error, FleetError) else "It took too long."
+            log.warning("group.relayed", model=self._model, reason=reason)
+        else:
+            self._direct = True
+
+    @property
+    def _pairs(self) -> list[tuple[str, str]]:
+        """Which member sends to which, by their node ids."""
+        return list(pairwise(held.part.machine.node_id for held in self._held))
+
+    async def _linked(self, before: _AskedMember, behind: _AskedMember) -> None:
+        """Have one member open a stream to the next. Raises FleetError, naming both."""
+        streams = []
+
+        def ask(held: _AskedMember, following: NextMember | None) -> PeerStream:
+            question = messages.encode(LinkQuestion(self.id, following))
+            streams.append(self._partners.request(held.part.machine.node_id, messages.LINK, question))
+            return streams[-1]
+
+        try:
+            expecting = ask(behind, None)
+            if (where := await self._link_told(expecting)) is None:
+                raise ProtocolError("It does not say where the stream is expected.")
+            opening = ask(before, NextMember(behind.part.machine.node_id, where))
+            if await self._link_told(opening) or await self._link_told(expecting):
+                raise ProtocolError("It expects another stream.")
+        except FleetError as error:
+            between = f"Hidden states from {before.name} to {behind.name} pass through this machine"
+            raise said_by(between, error) from error
         finally:
-            await cancel_all([joined, watching])
+            for stream in streams:
+                stream.cancel()
+
+    async def _link_told(self, stream: PeerStream) -> Invitation | None:
+        if (body := await self._next(stream)) is None:
+            raise ProtocolError("It ended without opening a stream.")
+        return messages.decode(body, LinkTold).stream
 
     @contextmanager
     def _forming(self, held: _AskedMember) -> Iterator[None]:
@@ -248,7 +311,19 @@ class FleetGroup:
 
     def _lost(self, held: _AskedMember, error: FleetError) -> GroupLost:
         """What the loss of a member comes to for a request that waits for the model."""
-        self._failed(held.part.machine.node_id, error)
+        # Members leave, as they should, once the engine here has ended because of one of them.
+        if self._engine is None or self._engine.error is None:
+            self._failed(held.part.machine.node_id, error)
         return GroupLost(
             f"{held.name}: {error.message}", hint="Send the request again: others may have its layers."
         )
+
+
+async def _unless(watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, Any]) -> None:
+    """Wait for ``work``. Raises what ``watching`` ends with before."""
+    working, watched = asyncio.create_task(work), asyncio.create_task(watching)
+    try:
+        await asyncio.wait({working, watched}, return_when=asyncio.FIRST_COMPLETED)
+        await (working if working.done() else watched)
+    finally:
+        await cancel_all([working, watched])

@@ -17,7 +17,8 @@ def group_view(
 ) -> GroupView:
     """
     Args:
-        hops_s: by node id, what a hidden state takes to a machine and back.
+        hops_s: by node id, what a hidden state takes from this machine to another and back. From member to
+            member it is taken to need as long as from here.
         named: a person has named the machines.
     """
     if isinstance(found, Shortage):
@@ -25,8 +26,9 @@ def group_view(
             f"{found.missing_bytes / 1e9:.1f} GB are missing on the machines that could hold it together."
         )
         return GroupView(layers=size.layers, why=missing)
+    last = len(found.parts) - 1
     parts = [
-        _part(part, size, hops_s.get(part.machine.node_id, 0.0) if index else 0.0, here=not index)
+        _part(part, size, _hop_s(hops_s.get(part.machine.node_id, 0.0), index, last), here=not index)
         for index, part in enumerate(found.parts)
     ]
     token_s = step_s(found, sum(part.hop_s for part in parts))
@@ -55,6 +57,13 @@ def _name(found: GroupCut, part: GroupPart) -> str:
     """The machine's name for people."""
     here = part.machine.node_id == found.parts[0].machine.node_id
     return THIS_NAME if here else part.machine.name
+
+
+def _hop_s(there_and_back_s: float, index: int, last: int) -> float:
+    """What of a step's way is a machine's: that to it, and of the last one also that back to this machine."""
+    if not index:
+        return 0.0
+    return there_and_back_s if index == last else there_and_back_s / 2
 
 
 def _part(part: GroupPart, size: GroupModelSize, hop_s: float, *, here: bool) -> GroupPartView:

@@ -6,6 +6,12 @@ answers, which stays open for as long as the model is loaded.
     ← StageTold*                      they are loaded; the last one says where the stream is expected
     ← b""*                            they stay
 
+Then members open streams to each other, for hidden states. The one that is to expect one is asked first:
+
+    → LINK    LinkQuestion            expect a stream from the member before; open one to the next member
+    ← LinkTold                        where it is expected
+    ← LinkTold                        it is there
+
 Errors and cancellation are the stream's own. All messages are bounded before they are decoded.
 """
 
@@ -23,7 +29,7 @@ from fleetd.p2p.link_prober import Invitation
 from fleetd.requests.remote import message_codec
 from fleetd.requests.remote.message_codec import Digest, ModelName, RequestId
 
-SERVE = "group.serve"
+SERVE, LINK = "group.serve", "group.link"
 
 _Layer = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -57,11 +63,34 @@ class StageTold(msgspec.Struct, frozen=True):
     layers: Text = ""
 
 
+class NextMember(msgspec.Struct, frozen=True):
+    """The machine of the layers behind, which expects a stream."""
+
+    node_id: Text
+    invitation: Invitation
+
+
+class LinkQuestion(msgspec.Struct, frozen=True):
+    """Asks a member of the group ``id`` to open a stream to ``next``; to expect one, if that is None."""
+
+    id: RequestId
+    next: NextMember | None = None
+
+
+class LinkTold(msgspec.Struct, frozen=True):
+    """``stream``: where it is expected; None once it is there."""
+
+    stream: Invitation | None = None
+
+
 _T = TypeVar("_T")
-_kinds = message_codec.MessageKinds(limits.SHARE_MESSAGE_BYTES, StageQuestion, StageTold)
+_Message = StageQuestion | StageTold | LinkQuestion | LinkTold
+_kinds = message_codec.MessageKinds(
+    limits.SHARE_MESSAGE_BYTES, StageQuestion, StageTold, LinkQuestion, LinkTold
+)
 
 
-def encode(message: StageQuestion | StageTold) -> bytes:
+def encode(message: _Message) -> bytes:
     return message_codec.encode(message)
 
 

@@ -24,6 +24,7 @@ from fleetd.plan.measured_cut import cut_anew, layer_seconds
 from fleetd.process.observe import get_logger
 from fleetd.requests.groups.client import FleetGroup
 from fleetd.requests.groups.group_views import cut_anew_because, group_view
+from fleetd.requests.groups.known_hops import KnownHops
 from fleetd.requests.groups.machine_speeds import decode_tok_s
 from fleetd.requests.groups.part_fetchers import fetchers, most_layers
 from fleetd.requests.groups.promised_memory import PromisedMemory
@@ -86,7 +87,7 @@ class FleetGroups:
     ) -> None:
         self._promised = promised or PromisedMemory()
         self._partners, self._members, self._rules, self._loaded = partners, members, rules, loaded
-        self._monotonic = monotonic
+        self._monotonic, self._hops = monotonic, KnownHops()
         # By model.
         self._formed: dict[str, _FormedGroup] = {}
         # By digest of a model, then by node id: measured seconds of a plain step in one layer.
@@ -124,7 +125,9 @@ class FleetGroups:
             room,
         )
         failed = partial(self._not_cut_anew if planned.anew else self._left_out, planned.digest)
-        group = FleetGroup(self._partners, folder.name, planned.digest, found, own, failed, after=after)
+        group = FleetGroup(
+            self._partners, folder.name, planned.digest, found, own, failed, self._hops, after=after
+        )
         self._formed[folder.name] = _FormedGroup(folder, planned, group.id)
         return group
 

@@ -2,6 +2,7 @@
 
     StageQuestion ──► digest checked, layers fetched if they are not here ──► memory promised
         ──► loaded beside what runs ──► StageTold with a stream ──► stream to the engine ──► alive, alive …
+    LinkQuestion ──► a stream to or from another member ──► to the engine
 
 The request's stream is the life of it: when the machine that asked is gone, so is everything begun for it.
 """
@@ -11,14 +12,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from fleetd import limits
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
-from fleetd.engine.protocol import STAGE, Accepted, Event, Loading, Prefill, ServeStage, StreamTag
-from fleetd.errors import EngineDied, ModelNotFound
+from fleetd.engine.protocol import (
+    HOP_IN,
+    HOP_OUT,
+    STAGE,
+    Accepted,
+    Event,
+    Loading,
+    Prefill,
+    ServeStage,
+    StreamTag,
+)
+from fleetd.errors import EngineDied, ModelNotFound, NotFound
 from fleetd.models import file_threads, parts
 from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
@@ -28,7 +40,7 @@ from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import BackgroundTasks, with_heartbeats
 from fleetd.requests.groups import messages
-from fleetd.requests.groups.messages import StageQuestion, StageTold
+from fleetd.requests.groups.messages import LinkQuestion, LinkTold, StageQuestion, StageTold
 from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.model_copies import ModelCopies
 from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
@@ -40,8 +52,22 @@ _ON_CPU: tuple[CpuArithmetic, ...] = ("int8", "float32")
 _ON_GPU: tuple[Literal[""], ...] = ("",)
 
 
+@dataclass(slots=True)
+class _HeldStage:
+    """Layers that are held for a group.
+
+    ``engine``, ``job``: which work of which engine it is, while it runs. ``links``: the streams to other
+    members that were asked for, HOP_IN and HOP_OUT. ``freed``: nothing of it is in memory any more.
+    """
+
+    engine: EngineProcess | None = None
+    job: str = ""
+    links: set[str] = field(default_factory=set)
+    freed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class StageServer:
-    """The handler of ``messages.SERVE``."""
+    """The handler of ``messages.SERVE``; ``link`` is that of ``messages.LINK``."""
 
     def __init__(
         self,
@@ -74,8 +100,26 @@ class StageServer:
         self._context = context
         self._limit = ConcurrencyLimit(context, "group", limits.GROUPS, f"is in {limits.GROUPS} groups")
         self._background = BackgroundTasks()
-        # By machine and group: set once nothing of it is in memory any more.
-        self._held: dict[tuple[str, str], asyncio.Event] = {}
+        # By the machine that asked, and the group's id there.
+        self._held: dict[tuple[str, str], _HeldStage] = {}
+
+    async def link(self, peer: str, body: bytes, stream: PeerStream) -> None:
+        """Raises FleetError: what the other side is told."""
+        ask = messages.decode(body, LinkQuestion)
+        held, name = self._held.get((peer, ask.id)), HOP_IN if ask.next is None else HOP_OUT
+        if held is None or (engine := held.engine) is None or name in held.links:
+            raise NotFound("No such layers wait for a stream to another machine here.")
+        held.links.add(name)
+        if ask.next is None:
+            with self._dialer.expect() as expected:
+                stream.send(messages.encode(LinkTold(invitation(expected))))
+                sock = await expected.socket()
+            tag = StreamTag(held.job, HOP_IN, expected.key, "acceptor")
+        else:
+            sock = await self._dialer.connect(ask.next.node_id, ask.next.invitation)
+            tag = StreamTag(held.job, HOP_OUT, ask.next.invitation.key, "connector")
+        await engine.give_stream(tag, sock)
+        stream.send(messages.encode(LinkTold()))
 
     async def __call__(self, peer: str, body: bytes, stream: PeerStream) -> None:
         """Raises FleetError: what the other side is told."""
@@ -95,7 +139,7 @@ class StageServer:
         folder = await self._folder(peer, ask, stream)
         if (before := self._held.get((peer, ask.after))) is not None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(before.wait(), limits.GROUP_AGAIN_S)
+                await asyncio.wait_for(before.freed.wait(), limits.GROUP_AGAIN_S)
 
         def loading(step: Loading | Prefill) -> None:
             if isinstance(step, Loading):
@@ -127,7 +171,7 @@ class StageServer:
     ) -> AsyncGenerator[StageTold, None]:
         """The same, once there is memory for it."""
         origin = await self._label(peer)
-        self._held[peer, ask.id] = asyncio.Event()
+        held = self._held[peer, ask.id] = _HeldStage()
         layers = ask.first, ask.last
         try:
             async with self._pool.assisting(
@@ -139,6 +183,7 @@ class StageServer:
                 async with aclosing(engine.serve(served)) as events:
                     if not isinstance(await anext(events, None), Accepted):
                         raise EngineDied(f"The engine for {folder.name} did not take the work.")
+                    held.engine, held.job = engine, served.id
                     with self._dialer.expect() as expected:
                         yield _joined(engine, invitation(expected))
                         sock = await expected.socket()
@@ -146,6 +191,7 @@ class StageServer:
                     await _ended(events)
             raise EngineDied(f"The engine for {folder.name} ended its part.")
         finally:
+            held.engine = None
             # The next group may be cut elsewhere, and needs the memory for that.
             self._background.start(self._free((peer, ask.id), folder, layers))
 
@@ -153,7 +199,7 @@ class StageServer:
         try:
             await self._pool.let_go(folder, *layers)
         finally:
-            self._held.pop(group).set()
+            self._held.pop(group).freed.set()
 
     async def _folder(self, peer: str, ask: StageQuestion, stream: PeerStream) -> ModelFolder:
         """The model that this machine has, else the layers of it, which are fetched from ``peer``."""

@@ -198,7 +198,8 @@ function modelList(machine) {
 
 /** Which machine holds which layers: "0–14 here, 15–29 on kitchen"; while they load also how far it is. */
 export function spans({ members }) {
-  return [`0–${members[0].first - 1} here`, ...members.map((held) => `${held.first}–${held.last - 1} on ${held.name}${far(held)}`)].join(", ");
+  const held = members.map((held) => `${held.first}–${held.last - 1} on ${held.name}${held.relayed ? " (through here)" : ""}${far(held)}`);
+  return [`0–${members[0].first - 1} here`, ...held].join(", ");
 }
 
 function far({ stage, done_bytes, total_bytes }) {
