@@ -53,6 +53,10 @@ class Child(Closing):
                 return answer
         raise RuntimeError(f"{self._name} ended without an answer (exit code {self._process.wait()})")
 
+    def kill(self) -> None:
+        """End it at once; whoever waits for its answer gets a RuntimeError."""
+        self._process.kill()
+
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None

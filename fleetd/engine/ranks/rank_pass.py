@@ -9,9 +9,11 @@ from typing import Any
 import mlx.core as mx
 
 from fleetd import limits
+from fleetd.engine.failures import MemberLost, typed
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.measure.pass_progress import PassProgress
 from fleetd.engine.ranks import ring
+from fleetd.errors import GroupLost
 
 
 def run_pass(
@@ -22,10 +24,15 @@ def run_pass(
     ``caches``: of layers that keep something. ``start``: position of the first token of a sequence.
     ``group``: of all ranks. Every so many passes its sums are checked; all ranks count alike.
     """
-    with progress.passing(tokens.size), ring.lost_ranks():
-        inputs = stage.inputs(tokens, start)
-        hidden = stage.run(stage.embed(tokens), stage.spread(caches), inputs)
-        mx.eval(hidden)
+    try:
+        with progress.passing(tokens.size), ring.lost_ranks():
+            inputs = stage.inputs(tokens, start)
+            hidden = stage.run(stage.embed(tokens), stage.spread(caches), inputs)
+            mx.eval(hidden)
+    except Exception as error:
+        # The others are in this pass and stay there: sums of the next one would be added to theirs.
+        known = typed(error, "A pass could not be computed")
+        raise MemberLost(GroupLost(f"A rank failed in the middle of a pass: {known.message}")) from error
     if not progress.done % limits.RANK_CANARY_PASSES:
         ring.check(group, progress, progress.done, within_s=progress.allowed_s(1))
     return hidden
