@@ -272,7 +272,7 @@ class GroupedMachines:
     async def unchanged(self, before: dict[str, int]) -> None:
         with contextlib.suppress(AssertionError):
             await settled(lambda: self.own() == before, "")
-        assert self.own() == before
+        assert (now := self.own()) == before, now
 
 
 @contextlib.asynccontextmanager

@@ -69,7 +69,6 @@ NO_PASS = "No pass is made at this moment."
 NOT_THE_DAEMON = "A daemon adds nothing."
 BOTH_ENDS = "Each machine has both ends of the ring: see the member's worker."
 MAYBE_NO_WORKER = "Its worker may be started at this moment, or not."
-AFTER_ITS_SUM = "It is ended with the group before its next pass."
 
 
 def verdict(step: str, fault: RankFault, role: GroupRole) -> RankCase | str:
@@ -96,7 +95,8 @@ def _worker(step: str, fault: RankFault, home: bool) -> str:
     if (step, fault) == ("loading", "stopped"):
         return LOADS_ALONE
     if fault == "out of memory":
-        return "again"
+        # Home has no memory for the whole model then.
+        return "again or out_of_memory" if home else "again"
     # Rank 0 is the worker that answers: that it is gone is no loss of a member. One that is stopped is late.
     return "again or engine_died" if home and fault == "killed" else "again"
 
