@@ -6,6 +6,7 @@ with ``serve(handler)``; here is also the parent's end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -60,7 +61,8 @@ class Child(Closing):
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it was killed with a question unread
+            self._process.stdin.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:

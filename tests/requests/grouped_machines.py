@@ -14,6 +14,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -272,7 +273,14 @@ class GroupedMachines:
     async def unchanged(self, before: dict[str, int]) -> None:
         with contextlib.suppress(AssertionError):
             await settled(lambda: self.own() == before, "")
-        assert (now := self.own()) == before, now
+        assert self.own() == before, self._left()
+
+    @staticmethod
+    def _left() -> str:
+        """What runs here, for a test that fails."""
+        tasks = sorted(task.get_name() for task in asyncio.all_tasks())
+        children = [(child.pid, child.status()) for child in psutil.Process().children(recursive=True)]
+        return f"{children}; {tasks}; {threading.enumerate()}"
 
 
 @contextlib.asynccontextmanager
