@@ -19,16 +19,18 @@ from group_table import HOME, MEMBER
 from grouped_machines import began_again
 from kept_machines import GroupStrike, KeptGroups, kept_machines
 from rank_table import FAULTS, FORMING, SERVING, STEPS, RankCase, table
-from ranked_machines import LATE_S, SILENT_S, ranked
+from ranked_machines import SILENT_S, ranked
 from request_events import RequestEvents
 from wire import Effect
 
 from fleetd import limits
-from fleetd.errors import FleetError, GroupLost
+from fleetd.errors import FleetError
 
 _CASES = [case for case in table() if isinstance(case, RankCase)]
 # What a fault costs until it is known, with room for a busy machine: all compute and carry bytes here.
 _NOTICED_S = SILENT_S + 3.0
+# After this a pass that stands still is late, by the figures of fleetd and not by those of these tests.
+_LATEST_S = limits.RANK_STALL_S + limits.RANK_LOOK_S
 # How far sums in another order move a log-probability, and sums that are wrong by a little.
 _ROUNDING, _WRONG = 1e-4, 0.05
 # By which this process may grow: allocators keep what they had once.
@@ -189,7 +191,4 @@ def test_the_table_is_whole() -> None:
 
 def test_a_rank_that_stands_still_is_missed_in_time() -> None:
     """The tests above have other figures; these are the ones that count."""
-    assert limits.RANK_STALL_S + limits.RANK_LOOK_S <= 3.0
-    assert limits.RANK_END_S <= 2.0
-    assert LATE_S < SILENT_S
-    assert issubclass(GroupLost, FleetError)
+    assert _LATEST_S <= 3.0
