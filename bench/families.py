@@ -54,6 +54,7 @@ from bench.scenarios import (
     prefill_workers,
     prompt_states,
     quantised_cpu,
+    ranks,
     scoring,
     sealed_streams,
     service,
@@ -165,8 +166,21 @@ FAMILIES = {
         groups.measure,
         (
             *_WORKER,
-            *("fleetd/engine/groups", "fleetd/engine/ranks", "fleetd/engine/streams", "fleetd/sealed"),
+            *("fleetd/engine/groups", "fleetd/engine/streams", "fleetd/sealed"),
             *_scenario("groups"),
+        ),
+    ),
+    "ranks": Family(
+        "A model whose layers are divided between two machines",
+        5,
+        1,
+        ranks.measure,
+        (
+            *_WORKER,
+            *("fleetd/engine/groups", "fleetd/engine/ranks", "fleetd/engine/streams", "fleetd/sealed"),
+            *("fleetd/p2p/tunnel.py", "fleetd/requests/ranks"),
+            *_scenario("ranks"),
+            *(f"bench/children/{child}.py" for child in ("mlx_ring", "ring_daemon", "ring_sum")),
         ),
     ),
     "vectors": Family(

@@ -513,6 +513,8 @@ RANK_SILENT_S = 5.0
 RANK_SHORT_TOKENS = 16
 # A rank is looked at so often; one that is to end has so long for it, and is killed then.
 RANK_LOOK_S, RANK_END_S = 0.1, 2.0
+# Sums of ranks are checked again after so many passes: one sum more beside two for each layer of each pass.
+RANK_CANARY_PASSES = 16
 # Ranks of one group.
 RANKS = 16
 # Of the room that a rank's weights leave, so much is for keys and values.

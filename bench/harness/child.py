@@ -6,6 +6,7 @@ with ``serve(handler)``; here is also the parent's end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -53,10 +54,15 @@ class Child(Closing):
                 return answer
         raise RuntimeError(f"{self._name} ended without an answer (exit code {self._process.wait()})")
 
+    def kill(self) -> None:
+        """End it at once; whoever waits for its answer gets a RuntimeError."""
+        self._process.kill()
+
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it was killed with a question unread
+            self._process.stdin.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:

@@ -78,7 +78,7 @@ async def _measure(runs: int) -> Measured:
 async def _ask(engine: EngineProcess, side: str, run: int, seen: Samples) -> None:
     if side != _ONE_BLOCK:
         asked = prompts.tokens(MODEL, 1000 * (400 + run), _PROMPT_TOKENS)
-        took_s = await _answer(engine, asked, _TOKENS, drafts=False, ways_s=seen[side, "way"])
+        took_s = await answered_s(engine, asked, _TOKENS, drafts=False, ways_s=seen[side, "way"])
         seen[side, "one"].append(took_s / _TOKENS)
     if side in (_THREE, _RELAYED):
         return
@@ -88,7 +88,7 @@ async def _ask(engine: EngineProcess, side: str, run: int, seen: Samples) -> Non
         )
     for name, text in REPETITIVE.items():
         tokens = prompts.encoded(MODEL, text)
-        seen[side, name].append(await _answer(engine, tokens, _TOKENS, drafts=True) / _TOKENS)
+        seen[side, name].append(await answered_s(engine, tokens, _TOKENS, drafts=True) / _TOKENS)
 
 
 def _figures(seen: Samples) -> list[Figure]:
@@ -146,13 +146,13 @@ async def _several(engine: EngineProcess, seed: int, streams: int, count: int) -
     """Seconds that all of them take together, from the last one's first token on."""
     asked = [prompts.tokens(MODEL, 1000 * seed + n, _PROMPT_TOKENS) for n in range(streams)]
     if streams == 1:
-        return await _answer(engine, asked[0], count, drafts=False)
+        return await answered_s(engine, asked[0], count, drafts=False)
     begun = time.perf_counter()
-    await asyncio.gather(*(_answer(engine, tokens, count, drafts=False) for tokens in asked))
+    await asyncio.gather(*(answered_s(engine, tokens, count, drafts=False) for tokens in asked))
     return time.perf_counter() - begun
 
 
-async def _answer(
+async def answered_s(
     engine: EngineProcess, tokens: list[int], count: int, *, drafts: bool, ways_s: list[float] | None = None
 ) -> float:
     """Seconds from the first token to the last, for as many tokens as there are. ``ways_s`` gets what

@@ -493,6 +493,7 @@ def _rank_loop(
     facts = rank.facts
     loop = RankLoop(
         stage=rank.stage,
+        ring=rank.ring,
         progress=progress,
         context_tokens=facts.shape.context_tokens,
         budget=KvBudget(facts.kv_budget_bytes, rank.sizes),

@@ -109,12 +109,14 @@ class Tunnel:
                     process.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if self._closed.is_set():
                     return
-                inward = threading.Thread(target=self._carry, args=(self._come, process), daemon=True)
-                self._threads.append(inward)
-                inward.start()
+                come = threading.Thread(
+                    target=self._carry, args=(self._come, process), name="tunnel", daemon=True
+                )
+                self._threads.append(come)
+                come.start()
                 self._carry(self._go, process)
                 # Sockets are closed once no thread uses them: their numbers may be those of others then.
-                inward.join()
+                come.join()
 
     def _carry(self, way: Callable[[socket.socket], None], process: socket.socket) -> None:
         with contextlib.suppress(OSError, FleetError):

@@ -41,7 +41,7 @@ def compared(name: str, group: object, progress: PassProgress) -> dict[str, obje
     for chunk in CHUNKS:
         tokens = mx.array(chunk)
         right = whole(tokens, cache=cache)
-        found = stage.finish(run_pass(stage, tokens, ours, at, progress))
+        found = stage.finish(run_pass(stage, tokens, ours, at, group, progress))
         at += tokens.shape[1]
         apart = max(apart, float(mx.abs(found - right).max() / mx.abs(right).max()))
         equal = equal and bool(mx.all(mx.argmax(found, -1) == mx.argmax(right, -1)))

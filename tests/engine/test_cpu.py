@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 import tiny_architectures
 import tiny_models
+from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import activations
 from mlx_lm.models.cache import make_prompt_cache
@@ -287,6 +288,33 @@ def test_to_float32_gives_the_weights_mlx_gives(bits: int, group: int, bias: boo
         assert layer.weight.dtype == mx.float32
         assert mx.array_equal(layer.weight, expected[name].astype(mx.float32))
     assert ("bias" in model.layers[0]) == bias
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("divided", "plain"),
+    [
+        (nn.QuantizedAllToShardedLinear, nn.AllToShardedLinear),
+        (nn.QuantizedShardedToAllLinear, nn.ShardedToAllLinear),
+    ],
+)
+def test_to_float32_gives_divided_layers_whole_ones_weights(divided: Any, plain: Any, bias: bool) -> None:
+    """Ranks that multiply by other weights than one machine does give other answers."""
+    linear = nn.Linear(128, 96, bias=bias)
+    linear.set_dtype(mx.float16)
+    whole = nn.QuantizedLinear.from_linear(linear, 32, 4)
+    # The group of a process that is no rank: each layer's part is all of it.
+    model = nn.Sequential(divided.from_quantized_linear(whole), whole)
+    expected_bytes = products.float32_bytes(model)
+    products.to_float32(model)
+    part, whole = model.layers
+    assert type(part) is plain
+    assert mx.array_equal(part.weight, whole.weight)
+    assert ("bias" in part) == bias
+    assert sum(array.nbytes for _, array in tree_flatten(model.parameters())) == expected_bytes
+    x = mx.array(draw(3, 5, 128))
+    assert mx.allclose(part(x), whole(x), atol=1e-5)
 
 
 @pytest.mark.usefixtures("cpu_installed")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import psutil
 import pytest
 
 from fleetd import limits
@@ -85,3 +86,12 @@ async def test_a_rank_that_does_not_heed_sigterm_is_killed(
         await watch.end(process)
         # It was sent the signal; the system takes its time.
         assert await process.wait() == -9
+
+
+def test_a_watch_that_is_over_leaves_no_descriptor() -> None:
+    process = psutil.Process()
+    before = process.num_fds()
+    watch = RankWatch("tiny")
+    watch.started()
+    watch.close()
+    assert process.num_fds() == before

@@ -16,6 +16,7 @@ from fleetd.engine.protocol import (
     Generate,
     Prefill,
     TextPrompt,
+    TokenLogprob,
     ToolCall,
     ToolCallPiece,
 )
@@ -96,3 +97,18 @@ def test_every_try_draws_by_the_same_seed() -> None:
     drawn = replay()
     assert drawn.request.sampling.seed is None
     assert drawn.repeatable.sampling.seed is not None
+
+
+def test_the_same_tokens_go_on_though_their_probabilities_were_rounded_otherwise() -> None:
+    """Ranks add up sums in another order than one machine alone."""
+
+    def delta(token: str, logprob: float) -> Delta:
+        return Delta("r", "one ", logprobs=[TokenLogprob(token, logprob, token.encode())])
+
+    again = replay()
+    passed(again, [delta("one ", -0.5)])
+    again.again(LOST)
+    assert passed(again, [delta("one ", -0.5000001), *TEXT[1:]]) == TEXT[1:]
+    again.again(LOST)
+    with pytest.raises(EngineError, match="do not go on"):
+        passed(again, [delta("on", -0.5)])

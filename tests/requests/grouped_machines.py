@@ -14,6 +14,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,12 +104,16 @@ class GroupedMachines:
         #: Told of each step; what it says becomes of it.
         self.point: Callable[[str], Effect] = lambda step: Effect.PASS
         self.members = Members(self.machines, lambda: self.card(home))
-        self.servers: dict[str, StageServer] = {}
+        self.servers: dict[str, Any] = {}
         wire.watch = self._passing
         for machine in helpers:
             self._serve(machine)
         dialer = BulkDialer(home.node)
         self.expect, self.connect = dialer.expect, dialer.connect
+        self._plan(home)
+
+    def _plan(self, home: FaultMachine) -> None:
+        """How home chooses its members."""
         home.pool.weight_rules = lambda: _NO_ROOM
         rules = replace(_NO_ROOM, budget_bytes=24 << 20)
         home.pool.groups = FleetGroups(self, self.members, lambda: rules)  # type: ignore[arg-type]
@@ -239,6 +244,10 @@ class GroupedMachines:
             self.all[one].node.reached(self.all[other].node_id, self.wire.fronts[one, other].address)
         await self.together()
 
+    async def close_servers(self) -> None:
+        for server in self.servers.values():
+            await server.close()
+
     async def unload(self) -> None:
         await self.home.pool.unload(self.home.folder.name)
 
@@ -253,7 +262,8 @@ class GroupedMachines:
         await settled(lambda: self.wire.count("stream") == 0, "all streams are closed")
         for name, server in self.servers.items():
             await settled(lambda server=server: server._limit.running == 0, f"{name} is in no group")  # type: ignore[misc]
-            await settled(lambda server=server: not len(server._background), f"{name} ends nothing more")  # type: ignore[misc]
+            ends = getattr(server, "_background", ())
+            await settled(lambda ends=ends: not len(ends), f"{name} ends nothing more")  # type: ignore[misc]
         for machine in self.all.values():
             assert len(machine.node.bulk._tickets) == 0, f"{machine.name} still expects somebody"
             assert not any(machine.pool._claims.values()), f"{machine.name} still uses a worker"
@@ -270,14 +280,28 @@ class GroupedMachines:
     async def unchanged(self, before: dict[str, int]) -> None:
         with contextlib.suppress(AssertionError):
             await settled(lambda: self.own() == before, "")
-        assert self.own() == before
+        assert self.own() == before, self._left()
+
+    @staticmethod
+    def _left() -> str:
+        """What runs here, for a test that fails."""
+        tasks = sorted(task.get_name() for task in asyncio.all_tasks())
+        children = [(child.pid, child.status()) for child in psutil.Process().children(recursive=True)]
+        return f"{children}; {tasks}; {threading.enumerate()}"
 
 
 @contextlib.asynccontextmanager
-async def machines(folder: Path) -> AsyncIterator[GroupedMachines]:
+async def machines(
+    folder: Path,
+    kind: type[GroupedMachines] = GroupedMachines,
+    install: str = "short_stages",
+    **figures: float,
+) -> AsyncIterator[Any]:
+    """Machines of a ``kind``. ``install``: what makes faults strike their workers; ``figures``: of limits."""
+    figures = {**_LIMITS, **figures}
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         observe.configure("warning", "json", stream=sys.stderr)
-        for name, figure in _LIMITS.items():
+        for name, figure in figures.items():
             patch.setattr(limits, name, figure)
         for name, figure in (("RETIRE_S", 0.1), ("DIAL_AGAIN_S", 0.02), ("DIAL_AGAIN_MOST_S", 0.1)):
             patch.setattr(limits, name, figure)
@@ -287,13 +311,14 @@ async def machines(folder: Path) -> AsyncIterator[GroupedMachines]:
         (folder / "short").mkdir()
         patch.setenv(short_stages.FOLDER, str(folder / "short"))
         if forked_programs.AVAILABLE:
-            figures = {**set_speeds.LIMITS, **_LIMITS}
             programs = Programs(
-                folder / "workers.log", limits=figures, install=["set_speeds", "short_stages"]
+                folder / "workers.log",
+                limits={**set_speeds.LIMITS, **figures},
+                install=["set_speeds", install],
             )
             stack.callback(programs.close)
             patch.setattr(asyncio, "create_subprocess_exec", programs.exec)
-        found = await _made(folder, patch)
+        found = await _made(folder, patch, kind)
         watching = [asyncio.create_task(machine.pool.run()) for machine in found.all.values()]
         try:
             async with running(*(machine.node for machine in found.all.values())):
@@ -304,14 +329,13 @@ async def machines(folder: Path) -> AsyncIterator[GroupedMachines]:
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
-            for server in found.servers.values():
-                await server.close()
+            await found.close_servers()
             for machine in found.all.values():
                 await machine.pool.close()
             await found.wire.close()
 
 
-async def _made(folder: Path, patch: pytest.MonkeyPatch) -> GroupedMachines:
+async def _made(folder: Path, patch: pytest.MonkeyPatch, kind: type[GroupedMachines]) -> GroupedMachines:
     model = write(folder / "model")
     options = PoolOptions(device="cpu", threads=1, max_memory_bytes=MEMORY_BYTES, prefill_chunk_tokens=CHUNK)
     every = []
@@ -320,7 +344,7 @@ async def _made(folder: Path, patch: pytest.MonkeyPatch) -> GroupedMachines:
         # Whatever others call it, by its files it is the same.
         every.append(FaultMachine(name, node, EnginePool(options), folder_of(model, f"tiny-{name}")))
         await node.open()
-    found = GroupedMachines(every[0], every[1:], WatchedWire())
+    found = kind(every[0], every[1:], WatchedWire())
     give = EngineProcess.give_stream
 
     async def given(self: EngineProcess, tag: StreamTag, sock: Any) -> None:

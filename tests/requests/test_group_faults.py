@@ -8,35 +8,26 @@ says what is wrong; it is known in time; and nothing is left of it in any proces
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import short_stages
-import structlog
-import uvloop
 from group_table import FAULTS, FORMING, HOME, MEMBER, SERVING, STEPS, GroupCase, table
-from grouped_machines import HELPERS, NOTICED_S, STALL_S, GroupedMachines, began_again, machines
+from grouped_machines import HELPERS, NOTICED_S, STALL_S, began_again, machines
+from kept_machines import GroupStrike, KeptGroups, kept_machines
 from msgspec.structs import replace
 from request_events import RequestEvents
-from sharing import workers
 from wire import Effect, Link
 
 from fleetd import limits
 from fleetd.engine.daemon_side.group_front import GroupFront
 from fleetd.engine.protocol import Delta
-from fleetd.errors import FleetError
 from fleetd.requests.groups import server
 
 _CASES = [case for case in table() if isinstance(case, GroupCase)]
-# A daemon that answers and stands still goes on after this.
-_PAUSE_S = 0.3
 # By which this process may grow: allocators keep what they had once.
 _LEAST_BYTES, _GROUP_BYTES = 16 << 20, 64 << 10
 
@@ -57,118 +48,9 @@ def _parameters() -> list[Any]:
     ]
 
 
-@dataclass
-class KeptGroups:
-    """Machines that outlast one test, what is here of them at rest, and the loop that is theirs."""
-
-    machines: GroupedMachines
-    runner: asyncio.Runner
-    expected: Any
-    before: dict[str, int]
-
-
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptGroups]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    folder = tmp_path_factory.mktemp("machines")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        loop = runner.get_loop()
-        made: asyncio.Future[tuple[GroupedMachines, Any]] = loop.create_future()
-        over = asyncio.Event()
-
-        async def keep() -> None:
-            async with machines(folder) as found:
-                # What is made once and kept is there after the first group.
-                await found.ask(found.prompt("first"), RequestEvents(), lambda _: None)
-                await found.unload()
-                found.mend()
-                await found.quiet()
-                made.set_result((found, await _whole(found)))
-                await over.wait()
-
-        async def begin() -> asyncio.Task[None]:
-            keeper = loop.create_task(keep())
-            await asyncio.wait({keeper, made}, return_when=asyncio.FIRST_COMPLETED)
-            if not made.done():
-                await keeper
-            return keeper
-
-        async def at_rest() -> dict[str, int]:
-            return made.result()[0].own()
-
-        async def end(keeper: asyncio.Task[None]) -> None:
-            over.set()
-            await keeper
-
-        keeper = runner.run(begin())
-        before = runner.run(at_rest())
-        yield KeptGroups(made.result()[0], runner, made.result()[1], before)
-        runner.run(end(keeper))
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
-
-
-async def _whole(fleet: GroupedMachines) -> Any:
-    """The answer of one worker that has the whole model."""
-    async with workers(Path(fleet.home.folder.path), 1) as (whole,):
-        told = RequestEvents()
-        await told.read(whole.stream(fleet.prompt("whole")))
-        return told.answer
-
-
-class GroupStrike:
-    """One fault, at its step."""
-
-    def __init__(self, fleet: GroupedMachines, case: GroupCase) -> None:
-        self.fleet, self.case = fleet, case
-        self._clock = asyncio.get_running_loop().time
-        self.struck_s = self.noticed_s = 0.0
-
-    def __call__(self, step: str) -> Effect:
-        if not self.struck_s and step == STEPS[self.case.step]:
-            self.struck_s = self._clock()
-            getattr(self, f"_{self.case.fault.replace(' ', '_')}")(self.case.role.machine)
-        return Effect.PASS
-
-    def seen(self, event: Any) -> None:
-        """Notes when the fault is known."""
-        if self.struck_s and not self.noticed_s and (began_again(event) or isinstance(event, FleetError)):
-            self.noticed_s = self._clock()
-
-    def _killed(self, name: str) -> None:
-        self.fleet.signal(name, signal.SIGKILL)
-        if self.case.role.part == "daemon":
-            self.fleet.wire.cut_off(name)
-
-    def _stopped(self, name: str) -> None:
-        if self.case.role.part == "worker":
-            self.fleet.signal(name, signal.SIGSTOP)
-            return
-        self.fleet.wire.freeze(name)
-        if name == HOME:
-            asyncio.get_running_loop().call_later(_PAUSE_S, self.fleet.wire.mend)
-
-    def _stalled(self, name: str) -> None:
-        for link in self.fleet.streams(name):
-            link.hold()
-
-    def _reset(self, name: str) -> None:
-        kind = "session" if self.case.role.part == "daemon" else "stream"
-        # Home dials its members.
-        end = Effect.RESET_DIALLER if name == HOME else Effect.RESET_LISTENER
-        for link in self.fleet.wire.links(name, kind):
-            link.reset(Effect.RESET if kind == "session" else end)
-
-    def _out_of_memory(self, name: str) -> None:
-        for pid in self.fleet.pids(name):
-            short_stages.path(pid).touch()
-        pool = self.fleet.all[name].pool
-        pool.options = replace(pool.options, max_memory_bytes=1 << 20)
-
-    def _disk_full(self, _name: str) -> None:
-        self.fleet.fill_disk()
+    yield from kept_machines(machines(tmp_path_factory.mktemp("machines")))
 
 
 @pytest.mark.parametrize("case", _parameters())
@@ -178,7 +60,7 @@ def test_a_fault_costs_time_and_nothing_else(kept: KeptGroups, case: GroupCase) 
 
 async def _strike(kept: KeptGroups, case: GroupCase) -> None:
     fleet, told = kept.machines, RequestEvents()
-    strike = fleet.point = GroupStrike(fleet, case)
+    strike = fleet.point = GroupStrike(fleet, case, STEPS)
     try:
         async with asyncio.timeout(30):
             await fleet.ask(fleet.prompt(f"case.{_CASES.index(case)}"), told, strike.seen)

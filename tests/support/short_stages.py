@@ -17,18 +17,21 @@ def path(pid: int) -> Path:
     return Path(os.environ[FOLDER]) / str(pid)
 
 
+def scarce(function: Any) -> Any:
+    """The function of a worker, until that is short of memory."""
+
+    def called(*given: Any, **named: Any) -> Any:
+        if path(os.getpid()).exists():
+            raise RuntimeError(_MLX)
+        return function(*given, **named)
+
+    return called
+
+
 def install() -> None:
     """Into a process that is to become a worker."""
     from fleetd.engine.groups.group_model import GroupModel
     from fleetd.engine.groups.member_stage import MemberStage
-
-    def scarce(function: Any) -> Any:
-        def called(*given: Any, **named: Any) -> Any:
-            if path(os.getpid()).exists():
-                raise RuntimeError(_MLX)
-            return function(*given, **named)
-
-        return called
 
     for kind, name in ((MemberStage, "_run"), (GroupModel, "begin")):
         setattr(kind, name, scarce(getattr(kind, name)))

@@ -124,13 +124,9 @@ def to_float32(model: nn.Module) -> None:
     from mlx.utils import tree_flatten, tree_map_with_path
 
     def plain(_: str, layer: nn.Module) -> nn.Module:
-        if not isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
+        if not isinstance(layer, _quantised()):
             return layer
-        result = (
-            nn.Linear(1, 1, bias="bias" in layer)
-            if isinstance(layer, nn.QuantizedLinear)
-            else nn.Embedding(1, 1)
-        )
+        result = _plain(layer)
         result.weight = dequantized(layer)
         if "bias" in layer:
             result.bias = layer.bias
@@ -142,6 +138,31 @@ def to_float32(model: nn.Module) -> None:
     # One after the other, so that few are in memory in two types at a time.
     for _, array in tree_flatten(model.parameters()):
         mx.eval(array)
+
+
+def _quantised() -> tuple[type[nn.Module], ...]:
+    """Layers that ``to_float32`` unpacks."""
+    import mlx.nn as nn
+
+    return (
+        *(nn.QuantizedLinear, nn.QuantizedEmbedding),
+        # Of a model whose layers are divided between ranks.
+        *(nn.QuantizedAllToShardedLinear, nn.QuantizedShardedToAllLinear),
+    )
+
+
+def _plain(layer: Any) -> Any:
+    """What computes with the unpacked weights of a quantised layer; it has one weight of no meaning."""
+    import mlx.nn as nn
+
+    match layer:
+        case nn.QuantizedEmbedding():
+            return nn.Embedding(1, 1)
+        case nn.QuantizedAllToShardedLinear():
+            return nn.AllToShardedLinear(1, layer.group.size(), "bias" in layer, layer.group)
+        case nn.QuantizedShardedToAllLinear():
+            return nn.ShardedToAllLinear(layer.group.size(), 1, "bias" in layer, layer.group)
+    return nn.Linear(1, 1, bias="bias" in layer)
 
 
 def dequantized(layer: Any) -> mx.array:
@@ -174,7 +195,7 @@ def float32_bytes(model: nn.Module) -> int:
     from mlx.utils import tree_flatten
 
     layers = [layer for _, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)]
-    plain = [layer for layer in layers if isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)]
+    plain = [layer for layer in layers if isinstance(layer, _quantised())]
     found: int = sum(int(layer.weight.nbytes) * 32 // int(layer.bits) for layer in plain)
     gone = {id(layer[part]) for layer in plain for part in ("weight", "scales", "biases") if part in layer}
     for _, array in tree_flatten(model.parameters()):

@@ -59,6 +59,10 @@ class RankWatch:
                 return self._lost(f"A rank of {self._name} is silent")
         return None
 
+    def close(self) -> None:
+        """Let go of the memory, which has a descriptor. Once the worker has ended, or did not start."""
+        self._progress.close()
+
     def _lost(self, why: str) -> GroupLost:
         return GroupLost(
             f"{why}, after {self._progress.done} passes: its ranks are ended.",

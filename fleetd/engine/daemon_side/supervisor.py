@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -193,6 +193,10 @@ class EngineProcess:
         watch = self._rank_watch
         try:
             return await self._executed(theirs, their_channel)
+        except BaseException:
+            if watch is not None:
+                watch.close()
+            raise
         finally:
             if watch is not None:
                 watch.started()
@@ -228,10 +232,11 @@ class EngineProcess:
         def silent_s() -> float:
             return asyncio.get_running_loop().time() - self._heard_at if self.state == "ready" else 0.0
 
-        if (reason := await watch.late(process, silent_s)) is not None:
-            self.error = reason
-            log.warning("rank.late", model=self.settings.name, pid=self.pid, reason=reason.message)
-            await watch.end(process)
+        with closing(watch):
+            if (reason := await watch.late(process, silent_s)) is not None:
+                self.error = reason
+                log.warning("rank.late", model=self.settings.name, pid=self.pid, reason=reason.message)
+                await watch.end(process)
 
     async def loaded(self) -> AsyncGenerator[Loading, None]:
         """Progress until the model is ready. Raises what the load failed with."""

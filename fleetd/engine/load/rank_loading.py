@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -35,9 +36,11 @@ from fleetd.models.memory_need import WORKING_BYTES
 
 
 class LoadedRank(msgspec.Struct, frozen=True):
-    """What a rank that answers nothing has, and what it tells of itself. ``sizes``: of a sequence."""
+    """What a rank that answers nothing has, and what it tells of itself. ``ring``: the group of all ranks.
+    ``sizes``: of a sequence."""
 
     stage: Stage
+    ring: Any
     sizes: StateSizes
     facts: Ready
 
@@ -95,4 +98,4 @@ def load_rank(
         versions=versions(weights.arithmetic),
         last_layer=stage.total,
     )
-    return LoadedRank(stage, sizes, facts)
+    return LoadedRank(stage, group, sizes, facts)

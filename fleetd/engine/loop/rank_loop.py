@@ -6,6 +6,7 @@ A pass that other ranks do not make at the same time would be summed with anothe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.loop.compute_loop import HelperLoop
@@ -17,13 +18,17 @@ from fleetd.engine.ranks.mirror_guests import MirrorGuests
 
 @dataclass(kw_only=True)
 class RankLoop(HelperLoop):
+    """``stage``: all layers, divided. ``ring``: the group of all ranks."""
+
     stage: Stage
+    ring: Any
     progress: PassProgress
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._mirrors = MirrorGuests(
             stage=self.stage,
+            ring=self.ring,
             progress=self.progress,
             budget=self.budget,
             streams=self._stage_streams,

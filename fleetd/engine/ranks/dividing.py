@@ -53,5 +53,5 @@ def begin_together(stage: Stage, group: Any, progress: PassProgress) -> StateSiz
     others, sees that sums of the ring are right, and makes a first pass with them. Raises MemberLost."""
     ring.check(group, progress)
     caches = [cache for cache in stage.make_caches() if cache is not None]
-    run_pass(stage, mx.array([[1] * WARM_UP_TOKENS]), caches, 0, progress)
+    run_pass(stage, mx.array([[1] * WARM_UP_TOKENS]), caches, 0, group, progress)
     return sizes_of(caches)

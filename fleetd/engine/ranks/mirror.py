@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import mlx.core as mx
 
@@ -19,10 +20,12 @@ from fleetd.errors import FleetError, OutOfMemory, ProtocolError
 
 
 class Mirror:
-    """``stage``: all layers, divided. ``most_bytes``: for all that is kept."""
+    """``stage``: all layers, divided. ``ring``: the group of all ranks. ``most_bytes``: for all it keeps."""
 
-    def __init__(self, stage: Stage, progress: PassProgress, most_bytes: int, connect: Connect) -> None:
-        self._stage, self._progress, self._most_bytes = stage, progress, most_bytes
+    def __init__(
+        self, stage: Stage, ring: Any, progress: PassProgress, most_bytes: int, connect: Connect
+    ) -> None:
+        self._stage, self._ring, self._progress, self._most_bytes = stage, ring, progress, most_bytes
         self.rows = MemberRows(stage)
         self._due: deque[RunStage] = deque()
         self._broken: FleetError | None = None
@@ -63,7 +66,7 @@ class Mirror:
             raise OutOfMemory(f"A group keeps {kept} bytes here; {self._most_bytes} were promised.")
         tokens = mx.array(command.ids).reshape(command.batch, command.tokens)
         caches = self.rows.caches(command.held)
-        run_pass(self._stage, tokens, caches, command.start, self._progress)
+        run_pass(self._stage, tokens, caches, command.start, self._ring, self._progress)
         mx.eval([cache.state for cache in caches])
         if command.tokens > limits.RANK_SHORT_TOKENS:
             mx.clear_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from fleetd.engine.guests import Guests, GuestTask
 from fleetd.engine.layers.stage import Stage
@@ -18,11 +19,12 @@ _Task = GuestTask[ServeStage, Mirror]
 
 @dataclass(kw_only=True)
 class MirrorGuests(Guests[ServeStage, Mirror]):
-    """``stage``: all layers, divided."""
+    """``stage``: all layers, divided. ``ring``: the group of all ranks."""
 
     failure = "This rank could not be run"
 
     stage: Stage
+    ring: Any
     progress: PassProgress
 
     def admit(self, command: ServeStage) -> tuple[_Task, Accepted]:
@@ -37,7 +39,8 @@ class MirrorGuests(Guests[ServeStage, Mirror]):
         return (STAGE,)
 
     def begin_work(self, task: _Task, streams: HandedOverStreams) -> Mirror:
-        return Mirror(self.stage, self.progress, self.budget.lent_bytes(task.id), streams.connect(task.id))
+        room = self.budget.lent_bytes(task.id)
+        return Mirror(self.stage, self.ring, self.progress, room, streams.connect(task.id))
 
     def advance(self, task: _Task, work: Mirror, chunk_tokens: int) -> Report | None:
         """``chunk_tokens`` has no effect: a pass is as long as that of the worker that answers."""

@@ -59,4 +59,4 @@ class RankModel(nn.Module):  # type: ignore[misc]
         start = rest[0].tokens if rest and tokens.shape[0] == 1 else 0
         for other, rows in zip(self._others, rest, strict=True):
             other.announce(rows, tokens)
-        return self._stage.finish(run_pass(self._stage, tokens, own, start, self._progress))
+        return self._stage.finish(run_pass(self._stage, tokens, own, start, self._ring, self._progress))

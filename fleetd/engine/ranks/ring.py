@@ -27,8 +27,8 @@ from fleetd.engine.settings import RingPlace
 from fleetd.errors import GroupLost
 
 _HERE = "127.0.0.1"
-# A value that each rank multiplies by its number; the sum is exact in any type.
-_CANARY = 3.0
+# Numbers of which a canary's sum is formed, and what its step counts up to: sums are exact in f32.
+_CANARY, _CANARY_STEPS = 16, 1 << 12
 
 
 def joined(place: RingPlace, progress: PassProgress) -> Any:
@@ -59,14 +59,28 @@ def rows(place: RingPlace) -> list[list[str]]:
     return found
 
 
-def check(group: Any, progress: PassProgress) -> None:
-    """Wait until every rank has come here, and see that sums of this ring are sums. Raises MemberLost."""
-    size = group.size()
-    with progress.within(limits.RANKS_LOAD_S), lost_ranks():
-        found = mx.distributed.all_sum(mx.full(16, _CANARY * (group.rank() + 1)), group=group)
+def check(
+    group: Any, progress: PassProgress, step: int = 0, *, within_s: float = limits.RANKS_LOAD_S
+) -> None:
+    """Wait until every rank has come here, and see that sums of this ring are sums. Raises MemberLost.
+
+    ``step``: the same number on every rank. The sum is wrong too if a rank has come with another one.
+    """
+    size, step = group.size(), step % _CANARY_STEPS
+    # Each place and each rank has a number of its own: sums of other places or of fewer ranks are others.
+    places = mx.arange(1, _CANARY + 1, dtype=mx.float32)
+    with progress.within(within_s), lost_ranks():
+        found = mx.distributed.all_sum(places * (group.rank() + 1) + step, group=group)
         mx.eval(found)
-    if not bool(mx.all(found == _CANARY * size * (size + 1) / 2)):
-        raise MemberLost(GroupLost("A sum over the ring was wrong: its ranks do not belong together."))
+    if not bool(mx.all(found == places * (size * (size + 1) // 2) + size * step)):
+        raise MemberLost(
+            GroupLost(
+                f"A sum over the ranks was wrong after {progress.done} passes: a machine or a link computes "
+                "wrongly, or its rank is not where the others are. All ranks are ended.",
+                hint="Send the request again: it goes another way. If this comes again with the same "
+                "machine, leave it out.",
+            )
+        )
 
 
 @contextmanager
