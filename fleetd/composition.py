@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from fleetd.cache.settings import DiskCacheSettings
 from fleetd.config import Config
 from fleetd.control.daemon_status import HardwareReading, MemoryBudget
 from fleetd.control.fleet_view import PeerView
+from fleetd.control.group_view import GroupView
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.model_listing import FoundModels, ModelListing
 from fleetd.engine.daemon_side.group_front import GroupFront
@@ -78,6 +79,7 @@ from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.prefill_sharing.server import AssistServer
 from fleetd.requests.ranks import messages as rank_messages
 from fleetd.requests.ranks.planning import RankPlanner
+from fleetd.requests.ranks.prices import MeasuredSums, RankPrices
 from fleetd.requests.ranks.server import RankServer
 from fleetd.requests.remote import messages, remote
 from fleetd.requests.remote.bulk_dialer import BulkDialer
@@ -232,13 +234,6 @@ class DaemonParts:
         self.groups = self._groups(self.fleet) if self.fleet else None
         if self.groups is not None:
             self.machine.pool.groups = self.groups
-        if self.fleet is not None:
-            self.machine.pool.ranks = RankPlanner(
-                self.fleet,
-                self.members,
-                self.promised.promise,
-                lambda: self.machine.weight_rules().budget_bytes,
-            )
         self.drafting = self._drafter_service()
         self.placer = self._placer()
         self.compressing = self._compression()
@@ -373,14 +368,28 @@ class DaemonParts:
         return BlockFetching(fleet, self.machine.pool, self.members, self.fetch_counts, self.origins.label)
 
     def _groups(self, fleet: Fleet) -> FleetGroups:
-        pool = self.machine.pool
+        pool, sums = self.machine.pool, MeasuredSums()
+        pool.ranks = ranks = RankPlanner(
+            fleet,
+            self.members,
+            self.promised.promise,
+            lambda: self.machine.weight_rules().budget_bytes,
+            sums,
+        )
+        exact = self._config.fleet.exactness == "exact"
         return FleetGroups(
             fleet,
             self.members,
             self.machine.weight_rules,
             lambda folder: _speed_together(pool.engine(folder)),
             self.promised,
+            RankPrices(self.members, sums, ranks.check, exact=exact),
         )
+
+    def together(self, folder: ModelFolder, over: Sequence[str]) -> GroupView | None:
+        """How machines of these names would hold a model with this one. Reads headers of files. Raises
+        FleetError if they cannot."""
+        return self.groups.planned(folder, over) if self.groups is not None else None
 
     def _prefill_sharing(self, fleet: Fleet) -> PrefillSharing:
         machine = self.machine

@@ -33,3 +33,6 @@ class ModelDone(msgspec.Struct, frozen=True):
     done: Literal[True] = True
     # The model's name on that machine.
     name: Text = ""
+    # How machines hold it together, if that was left to the planner, and why, as sentences; else "".
+    split: Split | Literal[""] = ""
+    why: Text = ""

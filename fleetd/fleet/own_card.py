@@ -133,6 +133,7 @@ class CardMaker:
             waiting=counts.waiting,
             unread_tokens=-(-self._now.unread_tokens() // _UNREAD_STEP) * _UNREAD_STEP,
             draining=self._now.draining(),
+            rank_cores=sum(engine.ranks > 0 and engine.state == "ready" for engine in engines.values()),
             load=_load(machine.cores),
             part_bytes=self._part_bytes,
         )

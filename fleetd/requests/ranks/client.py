@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -46,6 +46,7 @@ class FleetRanks:
     machines: of ranks 1, 2, …
     layers: of the model. ``tokens``: whose keys and values have room on each machine.
     promise_here: what this machine promises its own part, given what tells the bytes that are held of it.
+    measured: is told the seconds of one sum of the ring, once all ranks are there.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -61,10 +62,12 @@ class FleetRanks:
         promise_here: Callable[[Callable[[], int]], AbstractContextManager[None]] = lambda held: (
             nullcontext()
         ),
+        measured: Callable[[float], object] = lambda seconds: None,
     ) -> None:
         self._partners, self._model, self._digest = partners, model, digest
         self._layers, self.tokens = layers, tokens
         self._promise_here, self._promised = promise_here, ExitStack()
+        self._measured = measured
         self._engine: EngineProcess | None = None
         self._id = secrets.token_hex(8)
         self._links = RingLinks(0, 1 + len(machines))
@@ -106,7 +109,7 @@ class FleetRanks:
 
     async def watch(self) -> None:
         """Does not return by itself. Raises why a machine has left, naming it."""
-        await gather_or_cancel(*(self._watch(rank) for rank in self._ranks))
+        await gather_or_cancel(self._learn(), *(self._watch(rank) for rank in self._ranks))
 
     def close(self) -> None:
         """The others may end their ranks; idempotent."""
@@ -150,6 +153,17 @@ class FleetRanks:
             if rank.stream is None or await _next(rank.stream) is None:
                 raise PeerLost("It has left the group.")
             raise ProtocolError("It said more than that it is alive.")
+
+    async def _learn(self) -> None:
+        """Tell what the ring has measured, once the model is loaded."""
+        if self._engine is None:
+            return
+        # If its load fails, that is told elsewhere.
+        with suppress(FleetError):
+            async for _ in self._engine.loaded():
+                pass
+        if self._engine.facts is not None:
+            self._measured(self._engine.facts.sum_s)
 
     @staticmethod
     async def _hear(stream: PeerStream) -> RankTold:
