@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from forked_programs import Programs
 from live_daemon import LiveDaemon, text_of, until
 from live_fleet import LiveFleet
-from sharing import write
+from sharing import LAYERS, write
 from test_live_groups import request
 
 pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(300)]
@@ -80,6 +81,32 @@ def test_a_divided_model_answers_as_the_whole_one_and_says_so(pair: LiveFleet) -
     assert status == 200
     assert headers["X-Fleet-Plan"] == "group; nodes=this,beta"
     assert headers["X-Fleet-Exactness"] == "equivalent"
+
+
+def test_both_ways_are_priced_and_a_load_that_names_none_takes_the_faster_and_says_why(
+    pair: LiveFleet,
+) -> None:
+    alpha = pair["alpha"]
+    assert "is loaded on" in load(alpha, "--split", "tensors")
+    # The ring has measured a sum, by which it is priced from now on.
+    until(lambda: planned(alpha)["measured"], 30)
+    divided = planned(alpha)
+    assert divided["sum_s"] > 0
+    assert divided["sums"] == 2 * LAYERS
+    shown = alpha.fleetctl("plan", "-m", MODEL, "--on", "this,beta").stdout
+    assert "tensors" in shown
+    assert "(measured)" in " ".join(shown.split())
+    said = load(alpha)
+    assert "is loaded on" in said
+    assert "With a part of every layer each, a token takes" in said
+    assert any(each["ranks"] for each in ranks(pair["beta"])) == divided["chosen"]
+
+
+def planned(daemon: LiveDaemon) -> dict[str, Any]:
+    """What it would be like if both machines divided every layer."""
+    shown = daemon.fleetctl("plan", "-m", MODEL, "--on", "this,beta", "--json").stdout
+    found: dict[str, Any] = json.loads(shown)["group"]["divided"]
+    return found
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

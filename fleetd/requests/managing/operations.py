@@ -61,7 +61,7 @@ class ModelOperations(msgspec.Struct, frozen=True):
             case "load" | "pin":
                 folder = await self._resolve(ref)
                 if over and split is None:
-                    held = await self._chosen(folder, over)
+                    held = self._chosen(folder, over)
                 # What is pinned can be loaded here, so it is loaded first.
                 async with aclosing(self._loaded(folder, over, split, held)) as steps:
                     async for each in steps:
@@ -80,9 +80,9 @@ class ModelOperations(msgspec.Struct, frozen=True):
                 name = await self.remove(ref)
         yield replace(held, name=name)
 
-    async def _chosen(self, folder: ModelFolder, over: Sequence[str]) -> ModelDone:
+    def _chosen(self, folder: ModelFolder, over: Sequence[str]) -> ModelDone:
         """How the planner would have machines hold a model, and why."""
-        view = await file_threads.look(self.planned, folder, over)
+        view = self.planned(folder, over)
         if view is None or view.divided is None:
             return ModelDone()
         return ModelDone(split="tensors" if view.divided.chosen else "layers", why=_brief(view.divided.why))
