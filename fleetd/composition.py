@@ -375,6 +375,7 @@ class DaemonParts:
             self.promised.promise,
             lambda: self.machine.weight_rules().budget_bytes,
             sums,
+            fleet.node.plain_links.covers,
         )
         exact = self._config.fleet.exactness == "exact"
         return FleetGroups(
@@ -529,6 +530,7 @@ class DaemonParts:
             machine.usable_bytes,
             lambda: machine.weight_rules().accelerator == "cpu",
             node.name_of,
+            node.plain_links.covers,
         )
         node.handle(rank_messages.SERVE, ranks)
         managing = ManageServer(
@@ -592,6 +594,7 @@ def _node_settings(config: Config, home: HomeFolder, most_unknown: int) -> NodeS
         port=fleet.port,
         mdns=fleet.mdns,
         static=tuple(fleet.static_peers),
+        plain_links=tuple(fleet.plain_links),
         most_unknown=most_unknown,
     )
 

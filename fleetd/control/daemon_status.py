@@ -101,6 +101,9 @@ class HeldLayers(msgspec.Struct, frozen=True):
     last: int
 
 
+Carried = Literal["", "sealed", "plain", "partly plain"]
+
+
 class EngineStatus(msgspec.Struct, frozen=True):
     """One worker."""
 
@@ -153,6 +156,9 @@ class EngineStatus(msgspec.Struct, frozen=True):
     # Of a model whose layers are divided between ``ranks`` machines, which of them this is; 0 answers.
     rank: int = 0
     ranks: int = 0
+    # How what the ranks send each other travels: sealed, or plain over a link that the owners of both
+    # machines have declared private.
+    carried: Carried = ""
     # The machines for which it has these layers, by name.
     asked_by: list[str] = []
     # Of a model over several machines, what the others hold.

@@ -1,5 +1,8 @@
 """Tunnels of a ring: a TCP connection between two processes of different machines, sealed on its way.
 
+A link that the owners of both ends have declared private carries the bytes as they are: each end says in the
+first sealed chunk whether it may, so that nobody else can have them sent unsealed.
+
     rank ─► mouth, a port of its machine ─► sealed stream ─► port of the next rank's machine ─► next rank
 
 The processes know ports of their own machine alone. Neither end holds more than a chunk: a rank that does
@@ -70,10 +73,20 @@ class LocalPort:
 
 class Tunnel:
     """One end. ``remote``: the stream to the other machine, ``key`` and ``role`` of its seal; ``local``:
-    where the process of this machine comes in, or is found."""
+    where the process of this machine comes in, or is found. ``private``: the link is, for this end."""
 
-    def __init__(self, remote: socket.socket, key: bytes, role: Role, local: Mouth | LocalPort) -> None:
-        self._remote, self._local = remote, local
+    def __init__(
+        self,
+        remote: socket.socket,
+        key: bytes,
+        role: Role,
+        local: Mouth | LocalPort,
+        *,
+        private: bool = False,
+    ) -> None:
+        self._remote, self._local, self._private = remote, local, private
+        # Whether its bytes are not sealed; None until both ends have said.
+        self.plain: bool | None = None
         self._process: socket.socket | None = None
         self._sender = SealedSender(remote, key, role)
         self._receiver = SealedReceiver(remote, key, role)
@@ -99,8 +112,9 @@ class Tunnel:
     def _run(self) -> None:
         with self._remote:
             try:
+                self.plain = self._agreed()
                 process = self._process = self._local.open()
-            except OSError:
+            except (OSError, FleetError):
                 self.close()
                 return
             with process:
@@ -116,6 +130,13 @@ class Tunnel:
                 # Sockets are closed once no thread uses them: their numbers may be those of others then.
                 inward.join()
 
+    def _agreed(self) -> bool:
+        """True if both ends may send unsealed. Raises PeerLost, SealBroken."""
+        self._sender.send(bytes([self._private]))
+        theirs = bytearray(1)
+        self._receiver.receive_into(theirs)
+        return self._private and theirs == b"\1"
+
     def _carry(self, way: Callable[[socket.socket], None], process: socket.socket) -> None:
         with contextlib.suppress(OSError, FleetError):
             way(process)
@@ -123,10 +144,14 @@ class Tunnel:
 
     def _go(self, process: socket.socket) -> None:
         buffer = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
+        send = self._remote.sendall if self.plain else self._sender.send
         while count := process.recv_into(buffer):
-            self._sender.send(buffer[:count])
+            send(buffer[:count])
 
     def _come(self, process: socket.socket) -> None:
+        if self.plain:
+            self._come_plain(process)
+            return
         chunks = self._receiver.chunks()
         while True:
             # Ranks may have nothing to say for hours.
@@ -134,6 +159,14 @@ class Tunnel:
             if (chunk := next(chunks, None)) is None:
                 return
             process.sendall(chunk)
+
+    def _come_plain(self, process: socket.socket) -> None:
+        buffer = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
+        while True:
+            self._receiver.wait()
+            if not (count := self._remote.recv_into(buffer)):
+                return
+            process.sendall(buffer[:count])
 
 
 def _shut(sock: socket.socket) -> None:

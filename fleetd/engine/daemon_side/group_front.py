@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from fleetd.control.daemon_status import EngineStatus, HeldLayers
+from fleetd.control.daemon_status import Carried, EngineStatus, HeldLayers
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.failures import typed
@@ -37,6 +37,8 @@ class GroupLife(Protocol):
     def kinds(self) -> frozenset[str]: ...
     @property
     def ring(self) -> RingPlace | None: ...
+    @property
+    def carried(self) -> Carried: ...
     async def form(self, told: Callable[[Loading], None]) -> None: ...
     async def connect(self, engine: EngineProcess) -> None: ...
     async def watch(self) -> None: ...
@@ -70,7 +72,7 @@ class GroupFront(EngineProcess):
     @property
     def status(self) -> EngineStatus:
         members = [HeldLayers(each.name, each.first, each.last) for each in self.settings.group]
-        return msgspec.structs.replace(super().status, members=members)
+        return msgspec.structs.replace(super().status, members=members, carried=self._group.carried)
 
     async def start(self) -> None:
         self._life = asyncio.create_task(self._live(), name=f"group-{self.settings.name}")

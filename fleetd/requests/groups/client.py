@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from fleetd import limits
+from fleetd.control.daemon_status import Carried
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Loading, StreamTag
 from fleetd.engine.settings import GroupMember, RingPlace
@@ -61,6 +62,7 @@ class FleetGroup:
 
     # Layers are not divided.
     ring: RingPlace | None = None
+    carried: Carried = ""
 
     def __init__(
         self,

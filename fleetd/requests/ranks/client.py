@@ -7,6 +7,7 @@ the last rank is asked first ──► each promises memory, opens a stream to t
 from __future__ import annotations
 
 import secrets
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from fleetd import limits
+from fleetd.control.daemon_status import Carried
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Loading, StreamTag
 from fleetd.engine.settings import GroupMember, RingPlace
@@ -46,6 +48,7 @@ class FleetRanks:
     machines: of ranks 1, 2, …
     layers: of the model. ``tokens``: whose keys and values have room on each machine.
     promise_here: what this machine promises its own part, given what tells the bytes that are held of it.
+    private: whether a stream runs over a link that this machine's owner has declared private.
     measured: is told the seconds of one sum of the ring, once all ranks are there.
     """
 
@@ -63,6 +66,7 @@ class FleetRanks:
             nullcontext()
         ),
         measured: Callable[[float], object] = lambda seconds: None,
+        private: Callable[[socket.socket], bool] = lambda sock: False,
     ) -> None:
         self._partners, self._model, self._digest = partners, model, digest
         self._layers, self.tokens = layers, tokens
@@ -70,7 +74,7 @@ class FleetRanks:
         self._measured = measured
         self._engine: EngineProcess | None = None
         self._id = secrets.token_hex(8)
-        self._links = RingLinks(0, 1 + len(machines))
+        self._links = RingLinks(0, 1 + len(machines), private)
         self._ranks = [
             _Rank(machine, GroupMember(0, layers, f"{self._id}.{number}", machine.name))
             for number, machine in enumerate(machines, 1)
@@ -84,6 +88,11 @@ class FleetRanks:
     def ring(self) -> RingPlace:
         """This machine's place."""
         return self._links.place
+
+    @property
+    def carried(self) -> Carried:
+        """How the ring's bytes travel from and to this machine."""
+        return self._links.carried
 
     async def form(self, told: Callable[[Loading], None]) -> None:
         """Have every machine start its rank, and close the ring of tunnels. Raises the first failure, naming

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -35,6 +36,7 @@ class RankPlanner:
     """Args:
     free_bytes: of this machine, with all other models unloaded.
     sums: is told what rings measure.
+    private: whether a stream runs over a link that this machine's owner has declared private.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class RankPlanner:
         promise: Promise,
         free_bytes: Callable[[], int],
         sums: MeasuredSums | None = None,
+        private: Callable[[socket.socket], bool] = lambda sock: False,
     ) -> None:
+        self._private = private
         self._partners, self._members = partners, members
         self._promise, self._free_bytes = promise, free_bytes
         self._sums = sums or MeasuredSums()
@@ -67,6 +71,7 @@ class RankPlanner:
             found.tokens,
             partial(self._promise, f"Rank 0 of {size} of {folder.name}", n_bytes, found.room_bytes),
             partial(self._sums.took, [other.name for other in found.others]),
+            self._private,
         )
 
     def check(self, folder: ModelFolder, over: Sequence[str]) -> PlannedRanks:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 
+from fleetd.control.daemon_status import Carried
 from fleetd.engine.settings import RingPlace
 from fleetd.p2p.tunnel import LocalPort, Mouth, Tunnel
 from fleetd.sealed.chunks import Role
 
 
 class RingLinks:
-    def __init__(self, rank: int, size: int) -> None:
+    """``private``: whether a stream runs over a link that this machine's owner has declared private."""
+
+    def __init__(
+        self, rank: int, size: int, private: Callable[[socket.socket], bool] = lambda sock: False
+    ) -> None:
+        self._private = private
         self._port, self._mouth = LocalPort(), Mouth()
         self._tunnels: list[Tunnel] = []
         self.place = RingPlace(rank, size, self._port.port, self._mouth.port)
@@ -25,7 +32,15 @@ class RingLinks:
 
     def _open(self, sock: socket.socket, key: bytes, role: Role, local: LocalPort | Mouth) -> None:
         sock.setblocking(True)
-        self._tunnels.append(Tunnel(sock, key, role, local))
+        self._tunnels.append(Tunnel(sock, key, role, local, private=self._private(sock)))
+
+    @property
+    def carried(self) -> Carried:
+        """How the ring's bytes leave and reach this machine; "" until that is agreed on."""
+        told = {tunnel.plain for tunnel in self._tunnels}
+        if None in told or not told:
+            return ""
+        return "partly plain" if len(told) > 1 else "plain" if told.pop() else "sealed"
 
     def close(self) -> None:
         """Idempotent."""

@@ -6,6 +6,7 @@ The request's stream is the life of it: when the machine that asked is gone, so 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, closing
 from functools import partial
@@ -36,6 +37,7 @@ class RankServer:
         free_bytes: what models may take now, beside what workers hold.
         on_cpu: whether models run on a CPU here.
         name_of: a machine's name, by its node id.
+        private: whether a stream runs over a link that this machine's owner has declared private.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class RankServer:
         free_bytes: Callable[[], int],
         on_cpu: Callable[[], bool],
         name_of: Callable[[str], str] = str,
+        private: Callable[[socket.socket], bool] = lambda sock: False,
     ) -> None:
+        self._private = private
         self._dialer, self._pool, self._context = dialer, pool, context
         self._promise, self._free_bytes, self._on_cpu, self._name_of = promise, free_bytes, on_cpu, name_of
         self._limit = ConcurrencyLimit(context, "group", 1, "is a rank of another group")
@@ -73,7 +77,7 @@ class RankServer:
         n_bytes = await file_threads.look(rank_bytes, folder, ask.size, ask.tokens, self._on_cpu())
         what = f"Rank {ask.rank} of {ask.size} of {folder.name}"
         with (
-            closing(RingLinks(ask.rank, ask.size)) as links,
+            closing(RingLinks(ask.rank, ask.size, self._private)) as links,
             self._promise(
                 what, n_bytes, self._free_bytes(), partial(self._pool.held_by_rank, folder, links.place)
             ),
@@ -97,7 +101,10 @@ class RankServer:
             stream.send(messages.encode(RankTold(step.stage, step.done, step.total)))
 
         name = self._name_of(peer)
-        async with self._pool.ranked(folder, links.place, progress=loading, asked_by=name) as engine:
+        ranked = self._pool.ranked(
+            folder, links.place, progress=loading, asked_by=name, carried=lambda: links.carried
+        )
+        async with ranked as engine:
             served = ServeStage(own_id(ask.id), 0, ask.layers, ask.tokens)
             async with aclosing(engine.serve(served)) as events:
                 if not isinstance(await anext(events, None), Accepted):
