@@ -78,6 +78,7 @@ from fleetd.requests.prefill_sharing import messages as sharing_messages
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.prefill_sharing.server import AssistServer
 from fleetd.requests.ranks import messages as rank_messages
+from fleetd.requests.ranks.fabrics import Fabrics
 from fleetd.requests.ranks.planning import RankPlanner
 from fleetd.requests.ranks.prices import MeasuredSums, RankPrices
 from fleetd.requests.ranks.server import RankServer
@@ -231,6 +232,11 @@ class DaemonParts:
         self.fetching = self._block_fetching(self.fleet) if self.fleet else None
         self.sharing = self._prefill_sharing(self.fleet) if self.fleet else None
         self.promised = PromisedMemory()
+        self.fabrics = (
+            Fabrics(self.node.plain_links, lambda: self.machine.prober.read().collectives)
+            if self.node is not None
+            else None
+        )
         self.groups = self._groups(self.fleet) if self.fleet else None
         if self.groups is not None:
             self.machine.pool.groups = self.groups
@@ -306,6 +312,7 @@ class DaemonParts:
             counts=lambda: self.runner.counts,
             unread_tokens=lambda: self.runner.unread_tokens,
             draining=lambda: self.runner.draining,
+            collectives=lambda: self.fabrics.possible if self.fabrics is not None else [],
         )
         self.card = CardMaker(
             bare,
@@ -375,7 +382,7 @@ class DaemonParts:
             self.promised.promise,
             lambda: self.machine.weight_rules().budget_bytes,
             sums,
-            fleet.node.plain_links.covers,
+            self.fabrics,
         )
         exact = self._config.fleet.exactness == "exact"
         return FleetGroups(
@@ -384,8 +391,15 @@ class DaemonParts:
             self.machine.weight_rules,
             lambda folder: _speed_together(pool.engine(folder)),
             self.promised,
-            RankPrices(self.members, sums, ranks.check, exact=exact),
+            RankPrices(self.members, sums, ranks.check, self._fabrics_towards, exact=exact),
         )
+
+    def _fabrics_towards(self, node_id: str) -> list[str]:
+        """What this machine would offer to carry sums with on the link to another one."""
+        path = self.fleet.dialer.best(node_id) if self.fleet is not None else None
+        if path is None or self.fabrics is None:
+            return []
+        return self.fabrics.towards(path.address[0])
 
     def together(self, folder: ModelFolder, over: Sequence[str]) -> GroupView | None:
         """How machines of these names would hold a model with this one. Reads headers of files. Raises
@@ -530,7 +544,7 @@ class DaemonParts:
             machine.usable_bytes,
             lambda: machine.weight_rules().accelerator == "cpu",
             node.name_of,
-            node.plain_links.covers,
+            self.fabrics,
         )
         node.handle(rank_messages.SERVE, ranks)
         managing = ManageServer(

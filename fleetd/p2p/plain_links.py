@@ -37,6 +37,16 @@ class PlainLinks:
             for addresses, networks in self._links()
         )
 
+    def interface(self, sock: socket.socket) -> str:
+        """The name of the interface that a connection has its own address of; "" if none has it."""
+        own = str(sock.getsockname()[0]).partition("%")[0]
+        found = (
+            interface.name
+            for interface in self._interfaces()
+            if own in (address.partition("%")[0] for address in interface.addresses)
+        )
+        return next(found, "")
+
     def leads_to(self, host: str) -> bool:
         """True if an address is on a link that was declared."""
         bare = host.partition("%")[0]

@@ -23,6 +23,8 @@ from fleetd.sealed.chunks import Role
 from fleetd.sealed.stream import SealedReceiver, SealedSender
 
 _HERE = "127.0.0.1"
+#: Of what an end says of its link: it is private.
+PLAIN = 1
 _AGAIN_S = 0.02
 
 
@@ -73,7 +75,8 @@ class LocalPort:
 
 class Tunnel:
     """One end. ``remote``: the stream to the other machine, ``key`` and ``role`` of its seal; ``local``:
-    where the process of this machine comes in, or is found. ``private``: the link is, for this end."""
+    where the process of this machine comes in, or is found. ``offer``: what this end says of the link, a bit
+    each; ``PLAIN`` is that it is private, and what other bits mean is the caller's."""
 
     def __init__(
         self,
@@ -82,11 +85,12 @@ class Tunnel:
         role: Role,
         local: Mouth | LocalPort,
         *,
-        private: bool = False,
+        offer: int = 0,
     ) -> None:
-        self._remote, self._local, self._private = remote, local, private
-        # Whether its bytes are not sealed; None until both ends have said.
-        self.plain: bool | None = None
+        self._remote, self._local, self._offer = remote, local, offer
+        # The bits that both ends have said; None until they have.
+        self.both: int | None = None
+        self._said = threading.Event()
         self._process: socket.socket | None = None
         self._sender = SealedSender(remote, key, role)
         self._receiver = SealedReceiver(remote, key, role)
@@ -96,9 +100,20 @@ class Tunnel:
         self._threads = [threading.Thread(target=self._run, name="tunnel", daemon=True)]
         self._threads[0].start()
 
+    @property
+    def plain(self) -> bool | None:
+        """Whether its bytes are not sealed; None until both ends have said."""
+        return None if self.both is None else bool(self.both & PLAIN)
+
+    def agreed(self, within_s: float) -> int | None:
+        """Wait for what both ends say; None if they do not."""
+        self._said.wait(within_s)
+        return self.both
+
     def close(self) -> None:
         """End it at once. Idempotent; does not wait for its threads."""
         self._closed.set()
+        self._said.set()
         self._local.close()
         for sock in (self._remote, self._process):
             if sock is not None:
@@ -112,7 +127,8 @@ class Tunnel:
     def _run(self) -> None:
         with self._remote:
             try:
-                self.plain = self._agreed()
+                self.both = self._exchanged()
+                self._said.set()
                 process = self._process = self._local.open()
             except (OSError, FleetError):
                 self.close()
@@ -130,12 +146,12 @@ class Tunnel:
                 # Sockets are closed once no thread uses them: their numbers may be those of others then.
                 inward.join()
 
-    def _agreed(self) -> bool:
-        """True if both ends may send unsealed. Raises PeerLost, SealBroken."""
-        self._sender.send(bytes([self._private]))
+    def _exchanged(self) -> int:
+        """The bits that both ends say. Raises PeerLost, SealBroken."""
+        self._sender.send(bytes([self._offer]))
         theirs = bytearray(1)
         self._receiver.receive_into(theirs)
-        return self._private and theirs == b"\1"
+        return self._offer & theirs[0]
 
     def _carry(self, way: Callable[[socket.socket], None], process: socket.socket) -> None:
         with contextlib.suppress(OSError, FleetError):

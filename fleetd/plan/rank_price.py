@@ -35,10 +35,12 @@ HOP_S = 75e-6
 
 
 class SumTime(msgspec.Struct, frozen=True):
-    """Seconds of one sum of one token's hidden state. ``measured``: by these machines, when they formed."""
+    """Seconds of one sum of one token's hidden state. ``measured``: by these machines, when they formed; else
+    ``by`` says what it is modelled from."""
 
     seconds: float
     measured: bool = False
+    by: str = "the link"
 
 
 class RankPrice(msgspec.Struct, frozen=True):

@@ -125,6 +125,16 @@ def test_an_end_that_says_nothing_of_the_link_ends_the_tunnel() -> None:
         assert all(tunnel.plain in (None, True) for tunnel in ends.tunnels)
 
 
+class Told:
+    """A tunnel whose ends have said this of their link."""
+
+    def __init__(self, plain: bool | None) -> None:
+        self.plain = plain
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
     ("told", "said"),
     [
@@ -138,7 +148,7 @@ def test_an_end_that_says_nothing_of_the_link_ends_the_tunnel() -> None:
 def test_a_ring_says_how_its_bytes_travel(told: tuple[bool | None, ...], said: str) -> None:
     links = RingLinks(0, 2)
     try:
-        links._tunnels = [type("Told", (), {"plain": each, "close": lambda self: None})() for each in told]
+        links._tunnels[:] = [Told(each) for each in told]  # type: ignore[misc]
         assert links.carried == said
     finally:
         links.close()

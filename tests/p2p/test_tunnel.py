@@ -61,8 +61,8 @@ class TunnelEnds:
         self.wire = KeptWire()
         self.mouth, self.port = Mouth(), LocalPort()
         self.tunnels = [
-            Tunnel(self.wire.near, KEY, "connector", self.mouth, private=private[0]),
-            Tunnel(self.wire.far, KEY, "acceptor", self.port, private=private[1]),
+            Tunnel(self.wire.near, KEY, "connector", self.mouth, offer=int(private[0])),
+            Tunnel(self.wire.far, KEY, "acceptor", self.port, offer=int(private[1])),
         ]
         self._stack = stack
 

@@ -81,8 +81,10 @@ class GroupFront(EngineProcess):
         """Form the group, start the worker, and watch the members until one leaves."""
         try:
             await self._group.form(self._tell)
-            # The members have told how they compute.
-            self.settings = msgspec.structs.replace(self.settings, group=self._group.members)
+            # The members have told how they compute, and what carries sums.
+            self.settings = msgspec.structs.replace(
+                self.settings, group=self._group.members, ring=self._group.ring
+            )
             await super().start()
             await self._group.connect(self)
             await self._group.watch()

@@ -7,7 +7,6 @@ the last rank is asked first ──► each promises memory, opens a stream to t
 from __future__ import annotations
 
 import secrets
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.concurrency import gather_or_cancel
 from fleetd.requests.ports import FleetPort
 from fleetd.requests.ranks import messages
+from fleetd.requests.ranks.fabrics import Fabrics, no_offer
 from fleetd.requests.ranks.messages import NextRank, RankQuestion, RankTold
 from fleetd.requests.ranks.ring_links import RingLinks
 from fleetd.requests.remote.bulk_dialer import invitation
@@ -48,7 +48,7 @@ class FleetRanks:
     machines: of ranks 1, 2, …
     layers: of the model. ``tokens``: whose keys and values have room on each machine.
     promise_here: what this machine promises its own part, given what tells the bytes that are held of it.
-    private: whether a stream runs over a link that this machine's owner has declared private.
+    fabrics: what this machine offers to carry sums with; None: sealed tunnels.
     measured: is told the seconds of one sum of the ring, once all ranks are there.
     """
 
@@ -66,15 +66,15 @@ class FleetRanks:
             nullcontext()
         ),
         measured: Callable[[float], object] = lambda seconds: None,
-        private: Callable[[socket.socket], bool] = lambda sock: False,
+        fabrics: Fabrics | None = None,
     ) -> None:
         self._partners, self._model, self._digest = partners, model, digest
         self._layers, self.tokens = layers, tokens
         self._promise_here, self._promised = promise_here, ExitStack()
-        self._measured = measured
+        self._measured, self._fabrics = measured, fabrics
         self._engine: EngineProcess | None = None
         self._id = secrets.token_hex(8)
-        self._links = RingLinks(0, 1 + len(machines), private)
+        self._links = RingLinks(0, 1 + len(machines), fabrics or no_offer)
         self._ranks = [
             _Rank(machine, GroupMember(0, layers, f"{self._id}.{number}", machine.name))
             for number, machine in enumerate(machines, 1)
@@ -100,6 +100,8 @@ class FleetRanks:
         self._promised.enter_context(
             self._promise_here(lambda: self._engine.claimed_bytes if self._engine is not None else 0)
         )
+        if self._fabrics is not None:
+            await self._fabrics.look()
         with self._partners.expect() as expected:
             following = NextRank(self._partners.node_id, invitation(expected))
             for number, rank in reversed(list(enumerate(self._ranks, 1))):
@@ -110,6 +112,7 @@ class FleetRanks:
                 self._links.goes_to(sock, following.invitation.key)
             with self._forming(self._ranks[-1]):
                 self._links.comes_from(await expected.socket(), expected.key)
+                await self._links.agree()
 
     async def connect(self, engine: EngineProcess) -> None:
         """Give the engine its streams to the other ranks, once they have read their weights."""
@@ -122,6 +125,8 @@ class FleetRanks:
 
     def close(self) -> None:
         """The others may end their ranks; idempotent."""
+        if self._fabrics is not None and (self._engine is None or self._engine.facts is None):
+            self._fabrics.failed(self._links.place.backend)
         self._promised.close()
         self._links.close()
         for rank in self._ranks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -17,6 +16,7 @@ from fleetd.requests.members.members import Member, Members, eligible
 from fleetd.requests.members.named_machines import hint_for
 from fleetd.requests.ports import FleetPort
 from fleetd.requests.ranks.client import FleetRanks, RankMachine
+from fleetd.requests.ranks.fabrics import Fabrics
 from fleetd.requests.ranks.prices import MeasuredSums
 from fleetd.requests.ranks.rank_memory import Promise, rank_bytes, sizes_of
 
@@ -36,7 +36,7 @@ class RankPlanner:
     """Args:
     free_bytes: of this machine, with all other models unloaded.
     sums: is told what rings measure.
-    private: whether a stream runs over a link that this machine's owner has declared private.
+    fabrics: what this machine offers to carry sums with; None: sealed tunnels.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class RankPlanner:
         promise: Promise,
         free_bytes: Callable[[], int],
         sums: MeasuredSums | None = None,
-        private: Callable[[socket.socket], bool] = lambda sock: False,
+        fabrics: Fabrics | None = None,
     ) -> None:
-        self._private = private
+        self._fabrics = fabrics
         self._partners, self._members = partners, members
         self._promise, self._free_bytes = promise, free_bytes
         self._sums = sums or MeasuredSums()
@@ -71,7 +71,7 @@ class RankPlanner:
             found.tokens,
             partial(self._promise, f"Rank 0 of {size} of {folder.name}", n_bytes, found.room_bytes),
             partial(self._sums.took, [other.name for other in found.others]),
-            self._private,
+            self._fabrics,
         )
 
     def check(self, folder: ModelFolder, over: Sequence[str]) -> PlannedRanks:

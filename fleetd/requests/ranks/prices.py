@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fleetd.control.group_view import DividedView
+from fleetd.engine.settings import Backend
 from fleetd.errors import FleetError
 from fleetd.models.folder import ModelFolder
 from fleetd.plan import rank_price
@@ -13,7 +14,10 @@ from fleetd.plan.costs import LinkSpeed
 from fleetd.plan.group_cut import GroupCut
 from fleetd.plan.rank_price import SUMS_PER_LAYER, RankPrice, SumTime
 from fleetd.requests.members.members import Members
+from fleetd.requests.ranks.fabrics import PREFERRED
 
+_PRIORS: dict[Backend, float] = {"jaccl": rank_price.RDMA_S, "nccl": rank_price.NCCL_S}
+_NAMES: dict[Backend, str] = {"jaccl": "what RDMA usually takes", "nccl": "what NCCL usually takes"}
 # Of a hidden state that is summed on a GPU: half precision. On a CPU it is f32.
 _HALF, _WHOLE = 2, 4
 
@@ -37,6 +41,7 @@ class MeasuredSums:
 
 class RankPrices:
     """Args:
+    fabrics: what this machine would offer to carry sums with on the link to another one, by its node id.
     check: raises FleetError if the machines of these names cannot divide a model.
     exact: answers have to have the bytes of one machine alone, by the settings.
     """
@@ -46,10 +51,12 @@ class RankPrices:
         members: Members,
         sums: MeasuredSums,
         check: Callable[[ModelFolder, Sequence[str]], object],
+        fabrics: Callable[[str], Sequence[str]] = lambda node_id: (),
         *,
         exact: bool = False,
     ) -> None:
-        self._members, self._sums, self._check, self._exact = members, sums, check, exact
+        self._members, self._sums, self._check = members, sums, check
+        self._fabrics, self._exact = fabrics, exact
 
     def __call__(self, folder: ModelFolder, found: GroupCut, layers_s: float) -> DividedView:
         """What it would be like if the machines of a cut divided every layer. Reads headers of files.
@@ -81,6 +88,10 @@ class RankPrices:
             return SumTime(known, measured=True)
         by_id = {member.node_id: member for member in self._members.others("prefill")}
         others = [by_id[part.machine.node_id] for part in found.parts[1:] if part.machine.node_id in by_id]
+        if len(found.parts) == 2 and others:
+            both = set(self._fabrics(others[0].node_id)) & set(others[0].card.collectives)
+            if name := next((each for each in PREFERRED if each in both), None):
+                return SumTime(_PRIORS[name], by=_NAMES[name])
         links: list[LinkSpeed] = [link for member in others if (link := member.link) is not None]
         here = self._members.here()
         own = here.model(folder.name)
@@ -92,7 +103,7 @@ class RankPrices:
 
 
 def _why(price: RankPrice, layers_s: float, sums: int, one_sum: SumTime, *, pays: bool, exact: bool) -> str:
-    source = "measured" if one_sum.measured else "modelled from the link"
+    source = "measured" if one_sum.measured else f"modelled from {one_sum.by}"
     priced = (
         f"With a part of every layer each, a token takes {_ms(price.weights_s)} in weights and "
         f"{_ms(price.sums_s)} in {sums} sums of {_ms(one_sum.seconds)} ({source}); with whole layers "

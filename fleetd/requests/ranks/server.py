@@ -6,7 +6,6 @@ The request's stream is the life of it: when the machine that asked is gone, so 
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, closing
 from functools import partial
@@ -22,6 +21,7 @@ from fleetd.plan.ranks import undividable
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.ranks import messages
+from fleetd.requests.ranks.fabrics import Fabrics, no_offer
 from fleetd.requests.ranks.messages import RankQuestion, RankTold
 from fleetd.requests.ranks.rank_memory import Promise, rank_bytes
 from fleetd.requests.ranks.ring_links import RingLinks
@@ -37,7 +37,7 @@ class RankServer:
         free_bytes: what models may take now, beside what workers hold.
         on_cpu: whether models run on a CPU here.
         name_of: a machine's name, by its node id.
-        private: whether a stream runs over a link that this machine's owner has declared private.
+        fabrics: what this machine offers to carry sums with; None: sealed tunnels.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class RankServer:
         free_bytes: Callable[[], int],
         on_cpu: Callable[[], bool],
         name_of: Callable[[str], str] = str,
-        private: Callable[[socket.socket], bool] = lambda sock: False,
+        fabrics: Fabrics | None = None,
     ) -> None:
-        self._private = private
+        self._fabrics = fabrics
         self._dialer, self._pool, self._context = dialer, pool, context
         self._promise, self._free_bytes, self._on_cpu, self._name_of = promise, free_bytes, on_cpu, name_of
         self._limit = ConcurrencyLimit(context, "group", 1, "is a rank of another group")
@@ -77,17 +77,20 @@ class RankServer:
         n_bytes = await file_threads.look(rank_bytes, folder, ask.size, ask.tokens, self._on_cpu())
         what = f"Rank {ask.rank} of {ask.size} of {folder.name}"
         with (
-            closing(RingLinks(ask.rank, ask.size, self._private)) as links,
+            closing(RingLinks(ask.rank, ask.size, self._fabrics or no_offer)) as links,
             self._promise(
                 what, n_bytes, self._free_bytes(), partial(self._pool.held_by_rank, folder, links.place)
             ),
         ):
+            if self._fabrics is not None:
+                await self._fabrics.look()
             with self._dialer.expect() as expected:
                 yield RankTold(before=invitation(expected))
                 following = ask.next
                 sock = await self._dialer.connect(following.node_id, following.invitation)
                 links.goes_to(sock, following.invitation.key)
                 links.comes_from(await expected.socket(), expected.key)
+                await links.agree()
             async with aclosing(self._served(peer, ask, folder, links, stream)) as told:
                 async for message in told:
                     yield message
