@@ -73,7 +73,7 @@ ETHERNET = "1 Gbit/s Ethernet"
 _RDMA, _NCCL = "Thunderbolt 5 with RDMA", "200 Gbit/s with NCCL"
 #: What hidden states of a model over several machines may travel over. RDMA is there for comparison: by what
 #: others measured (docs/large-models.md).
-HOPS = {"Thunderbolt 5 with RDMA (fleetd does not use it)": LinkSpeed(6e9, 0.02e-3), **LINKS}
+HOPS = {"Thunderbolt 5 with RDMA (not for whole layers)": LinkSpeed(6e9, 0.02e-3), **LINKS}
 
 
 def alone_s(machine: Machine, model: str, tokens: int) -> float:

@@ -28,8 +28,9 @@ _RECOVERY = (
 
 
 class RdmaFacts(msgspec.Struct, frozen=True):
-    """What the programs of this Mac say. ``interfaces``: by number of a Thunderbolt port; ``addresses``: of
-    IPv4, by interface. ``enabled``: None if ``rdma_ctl`` is not there. ``active``: RDMA devices that are linked."""
+    """What the programs of this Mac say. ``interfaces``: by number of a Thunderbolt port. ``addresses``: of
+    IPv4, by interface. ``enabled``: None if ``rdma_ctl`` is not there. ``active``: RDMA devices that are
+    linked."""
 
     version: str
     enabled: bool | None

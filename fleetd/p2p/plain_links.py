@@ -59,7 +59,7 @@ class PlainLinks:
         return [name for name in self.declared if "/" not in name and name not in names]
 
     def _links(self) -> Iterator[tuple[tuple[str, ...] | None, list[IPv4Network | IPv6Network]]]:
-        """Of each declared link this machine's addresses, None for any in its networks, and the networks."""
+        """This machine's addresses on each declared link (None: any in its networks), and its networks."""
         by_name = {interface.name: interface for interface in self._interfaces()}
         for name in self.declared:
             if "/" in name:

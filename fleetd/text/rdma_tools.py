@@ -59,7 +59,7 @@ def thunderbolt_ports(profile: str) -> list[ThunderboltPort]:
 
 
 def interfaces_of_ports(listed: str) -> dict[int, str]:
-    """By the number of a Thunderbolt port its interface, in ``networksetup -listallhardwareports``."""
+    """The interface of each Thunderbolt port, by its number, in ``networksetup -listallhardwareports``."""
     return {int(number): device for number, device in _HARDWARE_PORT.findall(listed)}
 
 

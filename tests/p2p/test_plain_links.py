@@ -125,7 +125,7 @@ def test_an_end_that_says_nothing_of_the_link_ends_the_tunnel() -> None:
         assert all(tunnel.plain in (None, True) for tunnel in ends.tunnels)
 
 
-class Told:
+class SaidTunnel:
     """A tunnel whose ends have said this of their link."""
 
     def __init__(self, plain: bool | None) -> None:
@@ -148,7 +148,7 @@ class Told:
 def test_a_ring_says_how_its_bytes_travel(told: tuple[bool | None, ...], said: str) -> None:
     links = RingLinks(0, 2)
     try:
-        links._tunnels[:] = [Told(each) for each in told]  # type: ignore[misc]
+        links._tunnels[:] = [SaidTunnel(each) for each in told]  # type: ignore[misc]
         assert links.carried == said
     finally:
         links.close()

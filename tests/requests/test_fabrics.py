@@ -21,7 +21,7 @@ KEYS = (bytes(32), bytes([1]) * 32)
 RING, JACCL, NCCL = (BITS[name] for name in ("ring", "jaccl", "nccl"))
 
 
-class Clock:
+class FabricClock:
     now = 0.0
 
     def __call__(self) -> float:
@@ -33,10 +33,10 @@ def fabrics(
     declared: Sequence[str] = ("lo",),
     collectives: Sequence[str] = ("jaccl", "nccl"),
     devices: Sequence[str] = ("rdma_lo",),
-    clock: Clock | None = None,
+    clock: FabricClock | None = None,
 ) -> Fabrics:
     made = Fabrics(
-        PlainLinks(declared, lambda: [LO]), lambda: collectives, lambda: list(devices), clock or Clock()
+        PlainLinks(declared, lambda: [LO]), lambda: collectives, lambda: list(devices), clock or FabricClock()
     )
     asyncio.run(made.look())
     return made
@@ -68,7 +68,7 @@ def test_rdma_is_offered_only_where_its_device_is_linked() -> None:
 
 
 def test_what_has_just_failed_is_not_offered_for_a_while() -> None:
-    clock = Clock()
+    clock = FabricClock()
     made = fabrics(clock=clock)
     made.failed("ring")
     made.failed("jaccl")

@@ -119,7 +119,7 @@ def test_what_cannot_be_divided_says_why(folder: ModelFolder) -> None:
 # ---- the load ----------------------------------------------------------------------------------------------
 
 
-class Pool:
+class SplitPool:
     """Notes how models are loaded. ``refuses``: what dividing fails with."""
 
     def __init__(self, refuses: FleetError | None = None) -> None:
@@ -135,7 +135,7 @@ class Pool:
             raise self._refuses
 
 
-class Models:
+class OneModel:
     def __init__(self, folder: ModelFolder) -> None:
         self._folder = folder
 
@@ -145,7 +145,7 @@ class Models:
 
 def loaded(
     folder: ModelFolder,
-    pool: Pool,
+    pool: SplitPool,
     *,
     split: Any = None,
     chosen: bool = True,
@@ -153,7 +153,7 @@ def loaded(
 ) -> ModelDone:
     planned = GroupView(tok_s=1.0, divided=DividedView(chosen=chosen, why="It is faster."))
     operations: Any = ModelOperations(
-        Models(folder),  # type: ignore[arg-type]
+        OneModel(folder),  # type: ignore[arg-type]
         pool,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
         lambda ref: pytest.fail("nothing is pulled"),
@@ -170,25 +170,25 @@ def loaded(
 def test_a_load_that_names_no_way_takes_the_planners_and_says_why(
     folder: ModelFolder, chosen: bool, split: str
 ) -> None:
-    pool = Pool()
+    pool = SplitPool()
     assert loaded(folder, pool, chosen=chosen) == ModelDone(name=MODEL, split=split, why="It is faster.")  # type: ignore[arg-type]
     assert pool.splits == [split]
 
 
 def test_a_way_that_is_named_is_taken(folder: ModelFolder) -> None:
-    pool = Pool()
+    pool = SplitPool()
     assert loaded(folder, pool, split="layers") == ModelDone(name=MODEL)
     assert pool.splits == ["layers"]
 
 
 def test_a_model_of_one_machine_is_not_priced(folder: ModelFolder) -> None:
-    pool = Pool()
+    pool = SplitPool()
     assert loaded(folder, pool, over=()) == ModelDone(name=MODEL)
     assert pool.splits == [None]
 
 
 def test_if_dividing_fails_layers_are_dealt_out_and_that_is_said(folder: ModelFolder) -> None:
-    pool = Pool(GroupLost("beta: The ring could not be formed."))
+    pool = SplitPool(GroupLost("beta: The ring could not be formed."))
     done = loaded(folder, pool)
     assert pool.splits == ["tensors", "layers"]
     assert done.split == "layers"
@@ -197,6 +197,6 @@ def test_if_dividing_fails_layers_are_dealt_out_and_that_is_said(folder: ModelFo
 
 def test_a_failure_is_told_where_the_way_was_named_or_the_other_would_fail_too(folder: ModelFolder) -> None:
     with pytest.raises(GroupLost):
-        loaded(folder, Pool(GroupLost("beta has left.")), split="tensors")
+        loaded(folder, SplitPool(GroupLost("beta has left.")), split="tensors")
     with pytest.raises(Overloaded):
-        loaded(folder, Pool(Overloaded("It is in use.")))
+        loaded(folder, SplitPool(Overloaded("It is in use.")))

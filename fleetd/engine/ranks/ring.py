@@ -97,8 +97,8 @@ def _by_nccl(place: RingPlace) -> Any:
 
 
 def devices(place: RingPlace) -> list[list[str | None]]:
-    """For each rank, its RDMA device to each other one. Nothing is used of rows but this rank's own; the
-    others have its names, as none may be empty."""
+    """The RDMA device of each rank to each other one. Nothing is used of rows but this rank's own; the others
+    have its names, as none may be empty."""
     device = f"rdma_{place.interface}"
     ranks = range(place.size)
     return [[None if rank == other else device for other in ranks] for rank in ranks]
