@@ -135,7 +135,7 @@ class SplitPool:
             raise self._refuses
 
 
-class OneModel:
+class OneFolderStore:
     def __init__(self, folder: ModelFolder) -> None:
         self._folder = folder
 
@@ -153,7 +153,7 @@ def loaded(
 ) -> ModelDone:
     planned = GroupView(tok_s=1.0, divided=DividedView(chosen=chosen, why="It is faster."))
     operations: Any = ModelOperations(
-        OneModel(folder),  # type: ignore[arg-type]
+        OneFolderStore(folder),  # type: ignore[arg-type]
         pool,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
         lambda ref: pytest.fail("nothing is pulled"),
