@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from fleetd.text.bounded import Count, Text
 
@@ -33,6 +34,6 @@ class ModelDone(msgspec.Struct, frozen=True):
     done: Literal[True] = True
     # The model's name on that machine.
     name: Text = ""
-    # How machines hold it together, if that was left to the planner, and why, as sentences; else "".
-    split: Split | Literal[""] = ""
-    why: Text = ""
+    # How machines hold it together and why, as sentences, if that was left to the planner.
+    split: Split | UnsetType = UNSET
+    why: Text | UnsetType = UNSET

@@ -73,7 +73,7 @@ def _handler(verb: Verb) -> Callable[[web.Request], Awaitable[web.StreamResponse
         answer: dict[str, object] = {"ok": True}
         async with aclosing(events):
             async for event in events:
-                if isinstance(event, ModelDone) and event.split:
+                if isinstance(event, ModelDone) and event.split is not msgspec.UNSET:
                     answer |= {"split": event.split, "why": event.why}
         return json_answer(answer)
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 import msgspec
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from fleetd import limits
@@ -91,12 +92,13 @@ class ModelOperations(msgspec.Struct, frozen=True):
         self, folder: ModelFolder, over: Sequence[str] | None, split: Split | None, held: ModelDone
     ) -> AsyncGenerator[ModelProgress | ModelDone, None]:
         """Progress of a load, then ModelDone. ``held``: what was chosen, if ``split`` leaves it open."""
+        way = split or (None if held.split is UNSET else held.split)
         try:
-            async with aclosing(self._progress(folder, over, split or held.split or None)) as loading:
+            async with aclosing(self._progress(folder, over, way)) as loading:
                 async for step in loading:
                     yield step
         except _DIVIDED_FAILS as error:
-            if split is not None or held.split != "tensors":
+            if split is not None or way != "tensors":
                 raise
             async with aclosing(self._progress(folder, over, "layers")) as loading:
                 async for step in loading:
