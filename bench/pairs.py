@@ -16,8 +16,9 @@ from fleetd.models import catalog
 from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.plan.chip_speeds import APPLE, GB10, Hardware
 from fleetd.plan.costs import LinkSpeed, modelled
-from fleetd.plan.group_cut import GroupMachine, GroupModelSize, Shortage, cut, step_s
+from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupModelSize, Shortage, cut, step_s
 from fleetd.plan.prefill.choice import HelperSpec, PrefillOption, PrefillSize, choose, options
+from fleetd.plan.rank_price import NCCL_S, RDMA_S, SumTime, divided, ring_sum_s
 from fleetd.plan.scoring import Scorer, SmartPlan, SmartPrefillQuestion
 from fleetd.plan.scoring import plan as plan_scoring
 
@@ -69,9 +70,10 @@ LINKS = {
     "Wi-Fi, next room, or a VPN": LinkSpeed(20e6, 10e-3),
 }
 ETHERNET = "1 Gbit/s Ethernet"
+_RDMA, _NCCL = "Thunderbolt 5 with RDMA", "200 Gbit/s with NCCL"
 #: What hidden states of a model over several machines may travel over. RDMA is there for comparison: by what
 #: others measured (docs/large-models.md).
-HOPS = {"Thunderbolt 5 with RDMA (fleetd does not use it)": LinkSpeed(6e9, 0.02e-3), **LINKS}
+HOPS = {"Thunderbolt 5 with RDMA (not for whole layers)": LinkSpeed(6e9, 0.02e-3), **LINKS}
 
 
 def alone_s(machine: Machine, model: str, tokens: int) -> float:
@@ -150,7 +152,21 @@ _SEVERAL = (
 
 def together_tok_s(model: str, count: int, machine: Machine, link: LinkSpeed) -> float:
     """Tokens per second of one answer of a model that ``count`` equal machines hold; 0 if they do not."""
-    weights, read, layers, width, row = _LARGE[model]
+    found = _cut(model, count, machine)
+    if found is None:
+        return 0.0
+    return 1 / step_s(found, 2 * (len(found.parts) - 1) * hop_s(link, _LARGE[model][3]))
+
+
+def divided_tok_s(model: str, count: int, machine: Machine, sum_s: float) -> float:
+    """The same if they divide every layer and a sum over all of them takes so long."""
+    found = _cut(model, count, machine)
+    return 1 / divided(found, _LARGE[model][2], SumTime(sum_s)).step_s if found is not None else 0.0
+
+
+def _cut(model: str, count: int, machine: Machine) -> GroupCut | None:
+    """Whole layers over ``count`` equal machines; None if they do not hold them."""
+    weights, read, layers, _, row = _LARGE[model]
     room = int(machine.memory_gb * 1e9 * GPU_SHARE) - WORKING_BYTES
     bytes_per_s = machine.hardware.decode_tok_s(1) * weights / read
     each = [
@@ -159,9 +175,7 @@ def together_tok_s(model: str, count: int, machine: Machine, link: LinkSpeed) ->
     ]
     size = GroupModelSize(layers, 0, row)
     found = cut(size, each[0], each[1:], least_tokens=limits.GROUP_LEAST_TOKENS, most_tokens=8192)
-    if isinstance(found, Shortage):
-        return 0.0
-    return 1 / step_s(found, len(found.parts) * hop_s(link, width))
+    return None if isinstance(found, Shortage) else found
 
 
 def hop_s(link: LinkSpeed, width: int) -> float:
@@ -183,7 +197,31 @@ def groups() -> str:
         found = (together_tok_s(*each, link) for each in _SEVERAL)
         cells = (f"{speed:.1f} tok/s" if speed else "does not fit" for speed in found)
         rows.append(f"| {name} | {1000 * hop_s(link, 8192):.2f} ms | {' | '.join(cells)} |")
-    return "\n".join(rows)
+    said = "The same with a part of every layer on each machine. A sum is one of 16 KB over two machines."
+    return "\n".join([*rows, "", said, "", *_divided_rows()])
+
+
+def _divided_rows() -> list[str]:
+    """Those of the second table, over the machines of which a power of two divides the heads."""
+    pairs = [each for each in _SEVERAL if each[1] == 2]
+    heads = (
+        f"{count} × {machine.name}: `{model}`"  # noqa: RUF001
+        for model, count, machine in pairs
+    )
+    rows = [f"| link | a sum | {' | '.join(heads)} |", f"|---|---|{'---|' * len(pairs)}"]
+    for name, two_s in {_RDMA: RDMA_S, _NCCL: NCCL_S, **dict.fromkeys(LINKS, 0.0)}.items():
+        cells = []
+        for model, count, machine in pairs:
+            if (machine.name == SPARK.name and "Thunderbolt" in name) or (
+                machine.name != SPARK.name and name == _NCCL
+            ):
+                cells.append("-")
+                continue
+            sum_s = two_s or ring_sum_s(count, [LINKS[name]], 2 * _LARGE[model][3])
+            cells.append(f"{divided_tok_s(model, count, machine, sum_s):.1f} tok/s")
+        two_s = two_s or ring_sum_s(2, [LINKS[name]], 2 * 8192)
+        rows.append(f"| {name} | {1000 * two_s:.2f} ms | {' | '.join(cells)} |")
+    return rows
 
 
 #: The model that scores (qwen3-0.6b), and how much of a prompt is kept.

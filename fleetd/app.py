@@ -270,6 +270,7 @@ class Daemon:
             plan=parts.plans.plan,
             added=parts.plans.added,
             over=parts.placer.over,
+            together=parts.together,
             pinned=machine.pinned,
             traces=machine.traces.newest,
             smart_defaults=self._config.smart_prefill.policy,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from fleetd.config import Config
 from fleetd.control.daemon_status import HardwareReading, MemoryBudget
 from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.fleet_view import PeerView
+from fleetd.control.group_view import GroupView
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.model_listing import FoundModels, ModelListing
 from fleetd.engine.daemon_side.group_front import GroupFront
@@ -78,7 +79,9 @@ from fleetd.requests.prefill_sharing import messages as sharing_messages
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.prefill_sharing.server import AssistServer
 from fleetd.requests.ranks import messages as rank_messages
+from fleetd.requests.ranks.fabrics import Fabrics
 from fleetd.requests.ranks.planning import RankPlanner
+from fleetd.requests.ranks.prices import MeasuredSums, RankPrices
 from fleetd.requests.ranks.server import RankServer
 from fleetd.requests.remote import messages, remote
 from fleetd.requests.remote.bulk_dialer import BulkDialer
@@ -231,17 +234,15 @@ class DaemonParts:
         self.fetching = self._block_fetching(self.fleet) if self.fleet else None
         self.sharing = self._prefill_sharing(self.fleet) if self.fleet else None
         self.promised = PromisedMemory()
+        self.fabrics = (
+            Fabrics(self.node.plain_links, lambda: self.machine.prober.read().collectives)
+            if self.node is not None
+            else None
+        )
         self.groups = self._groups(self.fleet) if self.fleet else None
         if self.groups is not None:
             self.machine.pool.groups = self.groups
             self.machine.pool.cut_anew = self.groups.anew
-        if self.fleet is not None:
-            self.machine.pool.ranks = RankPlanner(
-                self.fleet,
-                self.members,
-                self.promised.promise,
-                lambda: self.machine.weight_rules().budget_bytes,
-            )
         self.drafting = self._drafter_service()
         self.placer = self._placer()
         self.compressing = self._compression()
@@ -320,6 +321,7 @@ class DaemonParts:
             counts=lambda: self.runner.counts,
             unread_tokens=lambda: self.runner.unread_tokens,
             draining=lambda: self.runner.draining,
+            collectives=lambda: self.fabrics.possible if self.fabrics is not None else [],
         )
         self.card = CardMaker(
             bare,
@@ -382,14 +384,36 @@ class DaemonParts:
         return BlockFetching(fleet, self.machine.pool, self.members, self.fetch_counts, self.origins.label)
 
     def _groups(self, fleet: Fleet) -> FleetGroups:
-        pool = self.machine.pool
+        pool, sums = self.machine.pool, MeasuredSums()
+        pool.ranks = ranks = RankPlanner(
+            fleet,
+            self.members,
+            self.promised.promise,
+            lambda: self.machine.weight_rules().budget_bytes,
+            sums,
+            self.fabrics,
+        )
+        exact = self._config.fleet.exactness == "exact"
         return FleetGroups(
             fleet,
             self.members,
             self.machine.weight_rules,
             lambda folder: _speed_together(pool.engine(folder)),
             self.promised,
+            RankPrices(self.members, sums, ranks.check, self._fabrics_towards, exact=exact),
         )
+
+    def _fabrics_towards(self, node_id: str) -> list[str]:
+        """What this machine would offer to carry sums with on the link to another one."""
+        path = self.fleet.dialer.best(node_id) if self.fleet is not None else None
+        if path is None or self.fabrics is None:
+            return []
+        return self.fabrics.towards(path.address[0])
+
+    def together(self, folder: ModelFolder, over: Sequence[str]) -> GroupView | None:
+        """How machines of these names would hold a model with this one. Reads headers of files. Raises
+        FleetError if they cannot."""
+        return self.groups.planned(folder, over) if self.groups is not None else None
 
     def _prefill_sharing(self, fleet: Fleet) -> PrefillSharing:
         machine = self.machine
@@ -534,6 +558,7 @@ class DaemonParts:
             machine.usable_bytes,
             lambda: machine.weight_rules().accelerator == "cpu",
             node.name_of,
+            self.fabrics,
         )
         node.handle(rank_messages.SERVE, ranks)
         managing = ManageServer(
@@ -597,6 +622,7 @@ def _node_settings(config: Config, home: HomeFolder, most_unknown: int) -> NodeS
         port=fleet.port,
         mdns=fleet.mdns,
         static=tuple(fleet.static_peers),
+        plain_links=tuple(fleet.plain_links),
         most_unknown=most_unknown,
     )
 

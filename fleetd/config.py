@@ -42,6 +42,7 @@ _NOT_SETTINGS = frozenset({"FLEETD_HOME"})
 # As browsers write it: extensions and desktop programs have schemes of their own.
 _WEB_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::[0-9]{1,5})?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
+_INTERFACE = re.compile(r"[A-Za-z][A-Za-z0-9_.:-]{0,31}")
 _NEAR_ENOUGH = 0.75  # difflib's own default of 0.6 offers "log.level" for "model"
 
 
@@ -244,6 +245,14 @@ class FleetSettings(msgspec.Struct, frozen=True):
             "`equivalent`), as a Mac and a Spark do. Requests may say otherwise."
         ),
     ] = "equivalent"
+    plain_links: Annotated[
+        list[str],
+        Meta(
+            max_length=MEMBERS_CONFIGURED,
+            description="Interfaces (bridge0) and networks (10.0.5.0/24) that are private from end to end: "
+            "if both machines name the link, the ranks of a divided model use it unsealed.",
+        ),
+    ] = []
     manage: Annotated[
         bool,
         Meta(
@@ -736,6 +745,28 @@ def _check_fleet(config: Config) -> None:
             ) from None
 
 
+def _check_plain_links(config: Config) -> None:
+    for declared in config.fleet.plain_links:
+        if why := _not_private(declared):
+            raise ConfigError(
+                f"`fleet.plain_links` from {config.origin('fleet.plain_links')} holds {declared!r}, which "
+                f"{why}.",
+                hint="Name an interface of this machine (bridge0), or a private network (10.0.5.0/24).",
+                param="fleet.plain_links",
+            )
+
+
+def _not_private(declared: str) -> str:
+    """Why this is no link that can be declared private, as the end of a sentence; "" if it is one."""
+    if "/" not in declared:
+        return "" if _INTERFACE.fullmatch(declared) else "is neither an interface nor a network"
+    try:
+        network = ipaddress.ip_network(declared, strict=False)
+    except ValueError:
+        return "is neither an interface nor a network"
+    return "" if network.is_private or network.is_link_local else "has addresses of the internet"
+
+
 def _is_loopback(address: str) -> bool:
     """Raises ValueError if it is no HOST:PORT."""
     host, _ = _split_address(address)
@@ -786,6 +817,7 @@ def _check_kv_bits(config: Config) -> None:
 def _check(config: Config) -> None:
     """What concerns more than one value, and the one promise that no setting may break by accident."""
     _check_fleet(config)
+    _check_plain_links(config)
     _check_ollama(config)
     _check_origins(config)
     _check_kv_bits(config)

@@ -504,6 +504,8 @@ GROUP_BEAT_S, GROUP_SILENT_S, GROUP_STEP_S = 0.5, 2.5, 300.0
 GROUP_LINK_S, GROUP_RELAY_S = 5.0, 600.0
 # Ranks of a ring have so long to find each other, and so long to read their weights.
 RING_FORM_S, RANKS_LOAD_S = 45.0, 1800.0
+# What a rank tells the others before RDMA connects them: addresses of some queues.
+SIDE_CHANNEL_BYTES = 1 << 20
 # A pass of ranks is late after so many times what such passes took, and not before so many seconds; a first
 # one, before any was measured, only after the third figure.
 RANK_STALL_PASSES, RANK_STALL_S, RANK_FIRST_S = 20.0, 2.0, 60.0

@@ -55,6 +55,7 @@ def judge(fleet: FleetView, facts: NetworkDiagnosis | None) -> list[Finding]:
         *local_network(fleet, (facts.interfaces if facts else None) or ()),
         *listening(fleet),
         *slow_paths(fleet),
+        *plain_links(fleet),
         *(checks_network.judge(fleet, facts) if facts is not None else ()),
     ]
 
@@ -193,6 +194,30 @@ def slow_paths(fleet: FleetView) -> list[Finding]:
         better = [path for path in peer.paths if path.kind in _FAST]
         if used is not None and used.kind in _SLOW and better:
             found.append(_slow_path(peer, used, better[0]))
+    return found
+
+
+def plain_links(fleet: FleetView) -> list[Finding]:
+    """Which paired machines are reached over links that were declared private, and what was declared for
+    nothing."""
+    if not fleet.plain_links:
+        return []
+    names = one_line(listed(fleet.plain_links))
+    to = [label_of(peer) for peer in fleet.peers if any(path.private for path in peer.paths)]
+    found = []
+    if fleet.missing_links:
+        what = f"fleet.plain_links names {one_line(listed(fleet.missing_links))}, which is no interface here."
+        fix = "Correct it in fleetd.toml, or plug the cable in.."
+        found.append(warn("plain links", what, fix))
+    if to:
+        what = (
+            f"divided models may go unsealed to {listed(to)} over {names}, if their owners say so too; "
+            "everything else is sealed"
+        )
+        found.append(ok("plain links", what))
+    elif not fleet.missing_links:
+        what = f"No paired machine has an address on {names}, which fleet.plain_links names."
+        found.append(warn("plain links", what, "Name the link that the cable between the machines makes."))
     return found
 
 

@@ -28,4 +28,24 @@ def group_lines(group: GroupView, width: int | None) -> list[str]:
         f"second for one answer ({source}), with room for {count(group.tokens)} tokens."
         f"{prompt if group.prompt_tok_s else ''}"
     )
-    return [*drawn(fitted(columns, width)), wrapped(facts, width), wrapped(one_line(group.why), width)]
+    return [
+        *drawn(fitted(columns, width)),
+        wrapped(facts, width),
+        wrapped(one_line(group.why), width),
+        *_divided(group, width),
+    ]
+
+
+def _divided(group: GroupView, width: int | None) -> list[str]:
+    """The same machines with a part of every layer each, beside that: a table, and why."""
+    if (divided := group.divided) is None:
+        return []
+    rows = [("layers", group.tok_s, not divided.chosen), ("tensors", divided.tok_s, divided.chosen)]
+    columns = [
+        Column("", ["*" if chosen else "" for _, _, chosen in rows], 1),
+        Column("SPLIT", [name for name, _, _ in rows], 7),
+        Column("TOK/S", [f"{tok_s:.1f}" if tok_s else "-" for _, tok_s, _ in rows], 5, right=True),
+        Column("SUMS", ["-", count(divided.sums) if divided.sums else "-"], 4, right=True),
+        Column("PER SUM", ["-", brief(divided.sum_s) if divided.sum_s else "-"], 7, right=True),
+    ]
+    return ["", *drawn(fitted(columns, width)), wrapped(one_line(divided.why), width)]

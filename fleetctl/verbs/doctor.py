@@ -15,7 +15,7 @@ import msgspec
 from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.client import Client
-from fleetctl.doctor import checks_daemon, checks_fleet, checks_local, checks_machine
+from fleetctl.doctor import checks_daemon, checks_fleet, checks_local, checks_machine, checks_rdma
 from fleetctl.doctor.findings import Finding, Level, fail
 from fleetctl.exits import Exit
 from fleetctl.home import Address
@@ -138,6 +138,7 @@ def _checks(address: Address, client: Client, status: DaemonStatus | None) -> It
         yield "port", lambda: checks_local.port_answers((http.host, http.port))
     yield "service", lambda: checks_machine.services(home, running=running)
     yield "sleep", checks_machine.wakes
+    yield "RDMA", checks_rdma.rdma
     yield "disk", lambda: checks_local.disk(home)
     machine = status.machine if status is not None else HardwareReading()
     yield (

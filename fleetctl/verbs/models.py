@@ -304,23 +304,23 @@ def verify(session: CliSession, name: str) -> None:
 @click.option(
     "--split",
     type=click.Choice(get_args(Split)),
-    default="layers",
-    show_default=True,
-    help="Several machines hold some of the layers each, or a part of every layer each.",
+    help="Several machines hold some layers each, or a part of every layer each; not given: what is faster.",
 )
 @json_option
 @pass_session
-def load(session: CliSession, name: str, on: str, split: Split) -> None:
+def load(session: CliSession, name: str, on: str, split: Split | None) -> None:
     """Load a model now instead of with its first request.
 
     With --on this,studio both machines hold a part, also of a model that would fit on one. It stays loaded so
     until it is unloaded here. With --split tensors all machines compute each layer at the same time, which is
-    faster over Thunderbolt or a cluster's network and slower over others, and gives other roundings.
+    faster over links with little delay and gives other roundings than one machine does; with --split layers
+    they compute one after the other. Without it the planner takes what is faster, and says why: with --on,
+    `fleetctl plan -m NAME` shows both.
     """
     if "," in on:
         _load_together(session, name, named_machines(on), split)
         return
-    if split != "layers":
+    if split == "tensors":
         raise click.UsageError("Name the machines that divide the layers: --on this,studio --split tensors")
     done = _load(session, "load", name, on)
     session.emit(done, f"{_there(on, name)} is loaded.")
@@ -392,16 +392,19 @@ def _load(session: CliSession, verb: str, name: str, on: str) -> Any:
     return {"ok": True}
 
 
-def _load_together(session: CliSession, name: str, machines: list[str], split: Split) -> None:
+def _load_together(session: CliSession, name: str, machines: list[str], split: Split | None) -> None:
     """Load a model over several machines, this one first."""
     with Progress() as progress:
         doing = f"loading {name}"
         progress.update(doing)
         body: dict[str, Any] = {"model": name, "placement": machines, "stream": True}
-        if split != "layers":
+        if split is not None:
             body["split"] = split
-        _follow(session, "load", body, progress, doing)
-    session.emit({"ok": True}, one_line(f"{name} is loaded on {listed(machines)}."))
+        done = _follow(session, "load", body, progress, doing)
+    why = f" {done['why']}" if done.get("why") else ""
+    told: dict[str, Any] = {"ok": True}
+    told |= {key: done[key] for key in ("split", "why") if key in done}
+    session.emit(told, one_line(f"{name} is loaded on {listed(machines)}.{why}"))
 
 
 def _post(session: CliSession, verb: str, name: str, on: str) -> Any:

@@ -118,10 +118,17 @@ def _held_together(engine: dict[str, Any]) -> str:
 def _divided(engine: dict[str, Any]) -> str:
     """The part of every layer that a machine has, and which machines have the others."""
     if names := [held["name"] for held in engine.get("members") or []]:
-        return f"a part of every layer here and on {one_line(listed(names))}"
+        return f"a part of every layer here and on {one_line(listed(names))}{_carried(engine)}"
     part = f"part {engine['rank'] + 1} of {engine['ranks']} of every layer of {one_line(engine['part_of'])}"
     asked_by = engine.get("asked_by") or []
-    return f"{part}, asked by {one_line(listed(asked_by))}" if asked_by else part
+    asked = f", asked by {one_line(listed(asked_by))}" if asked_by else ""
+    return f"{part}{asked}{_carried(engine)}"
+
+
+def _carried(engine: dict[str, Any]) -> str:
+    """How what the ranks send each other travels; "" before that is known."""
+    carried = one_line(str(engine.get("carried") or ""))
+    return f"; links {carried}" if carried else ""
 
 
 def _headline(status: dict[str, Any]) -> str:

@@ -55,6 +55,8 @@ class HardwareReading(msgspec.Struct, frozen=True):
     card_bytes: int = 0
     card_free_bytes: int = 0
     gpus: int = 0
+    # What MLX has for sums over machines besides its ring: "jaccl", "nccl".
+    collectives: list[str] = []
 
     @property
     def model_memory_bytes(self) -> int:
@@ -106,6 +108,9 @@ class HeldLayers(msgspec.Struct, frozen=True):
     # Hidden states of the machine before it come through the one that answers: the two do not reach each
     # other.
     relayed: bool = False
+
+
+Carried = Literal["", "sealed", "plain", "partly plain", "RDMA", "NCCL"]
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -160,6 +165,9 @@ class EngineStatus(msgspec.Struct, frozen=True):
     # Of a model whose layers are divided between ``ranks`` machines, which of them this is; 0 answers.
     rank: int = 0
     ranks: int = 0
+    # How what the ranks send each other travels: sealed, or over a link that the owners of both machines have
+    # declared private, plain over TCP, by RDMA or by NCCL.
+    carried: Carried = ""
     # The machines for which it has these layers, by name.
     asked_by: list[str] = []
     # Of a model over several machines, what the others hold.

@@ -12,7 +12,8 @@ PeerState = Literal["usable", "connecting", "quiet", "draining", "unreachable", 
 
 
 class PathView(msgspec.Struct, frozen=True):
-    """One way to a peer. ``kind``: thunderbolt, wired, wifi, tailscale, loopback or "" where unknown."""
+    """One way to a peer. ``kind``: thunderbolt, wired, wifi, tailscale, loopback or "" where unknown.
+    ``private``: ``fleet.plain_links`` of this machine names it."""
 
     host: str = ""
     port: int = 0
@@ -22,6 +23,7 @@ class PathView(msgspec.Struct, frozen=True):
     bytes_per_s: float | None = None
     in_use: bool = False
     reason: str = ""
+    private: bool = False
 
 
 class PeerModel(msgspec.Struct, frozen=True):
@@ -133,6 +135,10 @@ class FleetView(msgspec.Struct, frozen=True):
     pairing: bool = False
     # The machine that unpaired this one; "" if none did.
     removed_by: str = ""
+    # Interfaces and networks whose owner has declared them private, and interfaces of these that are not
+    # there.
+    plain_links: list[str] = []
+    missing_links: list[str] = []
     # Names of machines that wait, because a member adds more than it may in a day.
     late: list[str] = []
     peers: list[PeerView] = []

@@ -24,6 +24,24 @@ class GroupPartView(msgspec.Struct, frozen=True):
     fetches: bool = False
 
 
+class DividedView(msgspec.Struct, frozen=True):
+    """The same machines with a part of every layer each, instead of some of the layers."""
+
+    # Tokens of one answer per second, modelled or measured as that of the group; 0 if it cannot be done.
+    tok_s: float = 0.0
+    # Seconds of a token in the weights of the slowest machine.
+    weights_s: float = 0.0
+    # Sums over all machines that a token waits for, and seconds of each.
+    sums: int = 0
+    sum_s: float = 0.0
+    # ``sum_s`` was measured by these machines; else it comes from the links.
+    measured: bool = False
+    # A load over these machines divides the layers if it is not told how.
+    chosen: bool = False
+    # Why it would, or why not: sentences.
+    why: str = ""
+
+
 class GroupView(msgspec.Struct, frozen=True):
     """The parts in the order of their layers, or what is missing."""
 
@@ -41,3 +59,5 @@ class GroupView(msgspec.Struct, frozen=True):
     why: str = ""
     # The group is loaded now.
     loaded: bool = False
+    # What it would be like if the machines divided every layer; None if that was not looked at.
+    divided: DividedView | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal, get_args
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from fleetd import limits
 from fleetd.text.bounded import Count, Text
@@ -51,3 +51,6 @@ class ModelDone(msgspec.Struct, frozen=True):
     done: Literal[True] = True
     # The model's name on that machine.
     name: Text = ""
+    # How machines hold it together and why, as sentences, if that was left to the planner.
+    split: Split | UnsetType = UNSET
+    why: Text | UnsetType = UNSET

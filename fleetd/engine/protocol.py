@@ -435,6 +435,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     scoring: ScoringState = ScoringState()
     # Equal where two models mean the same by every token id: a hash of the tokenizer's vocabulary.
     vocabulary: str = ""
+    # Of a rank: seconds of one sum of a token's hidden state over all ranks, the median of some; else 0.
+    sum_s: Seconds = 0.0
 
 
 class MeasuredAgain(msgspec.Struct, frozen=True, tag=True):

@@ -52,14 +52,21 @@ class GroupMember(msgspec.Struct, frozen=True):
     direct: bool = False
 
 
+#: What carries the sums of ranks: MLX's ring over TCP, RDMA between Macs, or NCCL.
+Backend = Literal["ring", "jaccl", "nccl"]
+
+
 class RingPlace(msgspec.Struct, frozen=True):
     """A worker's place among ranks that each have a part of every layer. ``port``: of this machine, where it
-    listens for the rank before; ``next_port``: also of this machine, behind which the next rank is."""
+    listens for the rank before; ``next_port``: also of this machine, behind which the next rank is.
+    ``interface``: of this machine, at the other end of which the other rank is; for backends but the ring."""
 
     rank: int
     size: int
     port: int
     next_port: int
+    backend: Backend = "ring"
+    interface: str = ""
 
 
 class WorkerSettings(WorkerOptions, frozen=True):

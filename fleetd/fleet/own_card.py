@@ -60,6 +60,8 @@ class Readings(msgspec.Struct, frozen=True):
     # Of the prompts of running requests, the tokens that are not prefilled yet.
     unread_tokens: Callable[[], int]
     draining: Callable[[], bool]
+    # What may carry the sums of ranks besides a sealed ring.
+    collectives: Callable[[], list[str]] = list
     # What decides how that machine holds weights.
     weight_rules: Callable[[HardwareReading], WeightRules] = lambda machine: WeightRules(machine.accelerator)
     # In how many bits a load would hold a model's keys and values, by its name.
@@ -135,6 +137,8 @@ class CardMaker:
             waiting=counts.waiting,
             unread_tokens=-(-self._now.unread_tokens() // _UNREAD_STEP) * _UNREAD_STEP,
             draining=self._now.draining(),
+            collectives=self._now.collectives(),
+            rank_cores=sum(engine.ranks > 0 and engine.state == "ready" for engine in engines.values()),
             load=_load(machine.cores),
             part_bytes=self._part_bytes,
         )

@@ -17,7 +17,8 @@ class DeviceFacts(msgspec.Struct, frozen=True):
     """``kind``: what MLX computes on. ``count``: how many GPUs the system has; the first one is used.
 
     ``limit_bytes``: what Metal lets the GPU hold in all. ``card_bytes``: the memory of a card that has its
-    own, of which ``card_free_bytes`` are free; 0 where models live in the system's memory.
+    own, of which ``card_free_bytes`` are free; 0 where models live in the system's memory. ``collectives``:
+    what MLX has for sums over machines besides its ring.
     """
 
     kind: Literal["metal", "cuda", "cpu"]
@@ -27,6 +28,7 @@ class DeviceFacts(msgspec.Struct, frozen=True):
     uuid: str = ""
     card_bytes: int = 0
     card_free_bytes: int = 0
+    collectives: tuple[str, ...] = ()
 
 
 def ask_mlx() -> DeviceFacts:

@@ -26,13 +26,25 @@ def describe() -> DeviceFacts:
     info = mx.device_info(mx.gpu)
     name = str(info.get("device_name", ""))
     if mx.metal.is_available():
-        return DeviceFacts("metal", name, limit_bytes=int(info["max_recommended_working_set_size"]))
-    facts = DeviceFacts("cuda", name, count=mx.device_count(mx.gpu), uuid=str(info.get("uuid", "")))
+        limit = int(info["max_recommended_working_set_size"])
+        return DeviceFacts("metal", name, limit_bytes=limit, collectives=_collectives())
+    facts = DeviceFacts(
+        "cuda",
+        name,
+        count=mx.device_count(mx.gpu),
+        uuid=str(info.get("uuid", "")),
+        collectives=_collectives(),
+    )
     if _shares_memory():
         return facts
     return msgspec.structs.replace(
         facts, card_bytes=int(info.get("total_memory", 0)), card_free_bytes=int(info.get("free_memory", 0))
     )
+
+
+def _collectives() -> tuple[str, ...]:
+    """The libraries for sums over machines that this build has, and that it could load."""
+    return tuple(name for name in ("jaccl", "nccl") if mx.distributed.is_available(name))
 
 
 def _shares_memory() -> bool:

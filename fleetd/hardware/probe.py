@@ -106,6 +106,7 @@ class HardwareProbe:
             card_bytes=card_bytes,
             card_free_bytes=card_free_bytes,
             gpus=device.count if device.kind != "cpu" else 0,
+            collectives=list(device.collectives),
         )
 
     def settle(self, timeout_s: float = limits.DEVICE_ASK_S) -> HardwareReading:

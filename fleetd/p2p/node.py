@@ -34,6 +34,7 @@ from fleetd.p2p.membership.prompt_rules import PromptRules
 from fleetd.p2p.membership.roster import Roster, RosterMember
 from fleetd.p2p.membership.roster_keeper import RosterKeeper
 from fleetd.p2p.mesh import Mesh
+from fleetd.p2p.plain_links import PlainLinks
 from fleetd.p2p.port import ConnectionHandlers, PeerPort
 from fleetd.p2p.request_server import Handler, RequestServer
 from fleetd.p2p.session import transport
@@ -61,6 +62,8 @@ class NodeSettings(msgspec.Struct, frozen=True):
     port: int
     mdns: bool
     static: tuple[Address, ...] = ()
+    #: Interfaces and networks that are private, by the settings.
+    plain_links: tuple[str, ...] = ()
     #: Most connections to the peer port that have not shown what they are.
     most_unknown: int = limits.PEER_SOCKETS_UNKNOWN
 
@@ -93,6 +96,7 @@ class Node:
         self._connections: dict[int, PeerConnection] = {}
         self._numbers = itertools.count(1)
         self._interfaces: list[interfaces.Interface] = []
+        self.plain_links = PlainLinks(settings.plain_links, lambda: self._interfaces)
         self._contexts: TlsContexts
         self._group: asyncio.TaskGroup
         self._renewal: asyncio.TimerHandle | None = None

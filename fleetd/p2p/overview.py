@@ -55,6 +55,8 @@ def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> Fl
             for found in seen
             if found.node_id not in members
         ],
+        plain_links=list(node.plain_links.declared),
+        missing_links=node.plain_links.missing,
         late=sorted({record.name for record in mesh.late}),
         unanswered=[
             UnansweredAddress(host_port(*address), error.message, error.hint)
@@ -117,7 +119,10 @@ def peer_view(node: Node, member: RosterMember, now: float) -> PeerView:
         bytes_per_s=used.bytes_per_s if used is not None else None,
         link_doubtful=used is not None and used.bytes_per_s is not None and used.speeds.doubtful(now),
         heard_s=None if peer.heard_s is None else round(now - peer.heard_s, 1),
-        paths=[_path(path, path.address == address) for path in peer.paths],
+        paths=[
+            _path(path, path.address == address, private=node.plain_links.leads_to(path.address[0]))
+            for path in peer.paths
+        ],
     )
 
 
@@ -154,7 +159,7 @@ def reach(peer: Peer, card: Card | None, now: float) -> str:
     return condition(peer, card, now)[1]
 
 
-def _path(path: PeerPath, in_use: bool) -> PathView:
+def _path(path: PeerPath, in_use: bool, *, private: bool) -> PathView:
     return PathView(
         host=path.address[0],
         port=path.address[1],
@@ -164,6 +169,7 @@ def _path(path: PeerPath, in_use: bool) -> PathView:
         bytes_per_s=path.bytes_per_s,
         in_use=in_use,
         reason=path.reason,
+        private=private,
     )
 
 

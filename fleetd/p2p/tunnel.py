@@ -1,5 +1,8 @@
 """Tunnels of a ring: a TCP connection between two processes of different machines, sealed on its way.
 
+A link that the owners of both ends have declared private carries the bytes as they are: each end says in the
+first sealed chunk whether it may, so that nobody else can have them sent unsealed.
+
     rank ─► mouth, a port of its machine ─► sealed stream ─► port of the next rank's machine ─► next rank
 
 The processes know ports of their own machine alone. Neither end holds more than a chunk: a rank that does
@@ -20,6 +23,8 @@ from fleetd.sealed.chunks import Role
 from fleetd.sealed.stream import SealedReceiver, SealedSender
 
 _HERE = "127.0.0.1"
+#: Of what an end says of its link: it is private.
+PLAIN = 1
 _AGAIN_S = 0.02
 
 
@@ -70,10 +75,22 @@ class LocalPort:
 
 class Tunnel:
     """One end. ``remote``: the stream to the other machine, ``key`` and ``role`` of its seal; ``local``:
-    where the process of this machine comes in, or is found."""
+    where the process of this machine comes in, or is found. ``offer``: what this end says of the link, a bit
+    each; ``PLAIN`` is that it is private, and what other bits mean is the caller's."""
 
-    def __init__(self, remote: socket.socket, key: bytes, role: Role, local: Mouth | LocalPort) -> None:
-        self._remote, self._local = remote, local
+    def __init__(
+        self,
+        remote: socket.socket,
+        key: bytes,
+        role: Role,
+        local: Mouth | LocalPort,
+        *,
+        offer: int = 0,
+    ) -> None:
+        self._remote, self._local, self._offer = remote, local, offer
+        # The bits that both ends have said; None until they have.
+        self.both: int | None = None
+        self._said = threading.Event()
         self._process: socket.socket | None = None
         self._sender = SealedSender(remote, key, role)
         self._receiver = SealedReceiver(remote, key, role)
@@ -83,9 +100,20 @@ class Tunnel:
         self._threads = [threading.Thread(target=self._run, name="tunnel", daemon=True)]
         self._threads[0].start()
 
+    @property
+    def plain(self) -> bool | None:
+        """Whether its bytes are not sealed; None until both ends have said."""
+        return None if self.both is None else bool(self.both & PLAIN)
+
+    def agreed(self, within_s: float) -> int | None:
+        """Wait for what both ends say; None if they do not."""
+        self._said.wait(within_s)
+        return self.both
+
     def close(self) -> None:
         """End it at once. Idempotent; does not wait for its threads."""
         self._closed.set()
+        self._said.set()
         self._local.close()
         for sock in (self._remote, self._process):
             if sock is not None:
@@ -99,8 +127,10 @@ class Tunnel:
     def _run(self) -> None:
         with self._remote:
             try:
+                self.both = self._exchanged()
+                self._said.set()
                 process = self._process = self._local.open()
-            except OSError:
+            except (OSError, FleetError):
                 self.close()
                 return
             with process:
@@ -118,6 +148,13 @@ class Tunnel:
                 # Sockets are closed once no thread uses them: their numbers may be those of others then.
                 come.join()
 
+    def _exchanged(self) -> int:
+        """The bits that both ends say. Raises PeerLost, SealBroken."""
+        self._sender.send(bytes([self._offer]))
+        theirs = bytearray(1)
+        self._receiver.receive_into(theirs)
+        return self._offer & theirs[0]
+
     def _carry(self, way: Callable[[socket.socket], None], process: socket.socket) -> None:
         with contextlib.suppress(OSError, FleetError):
             way(process)
@@ -125,10 +162,14 @@ class Tunnel:
 
     def _go(self, process: socket.socket) -> None:
         buffer = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
+        send = self._remote.sendall if self.plain else self._sender.send
         while count := process.recv_into(buffer):
-            self._sender.send(buffer[:count])
+            send(buffer[:count])
 
     def _come(self, process: socket.socket) -> None:
+        if self.plain:
+            self._come_plain(process)
+            return
         chunks = self._receiver.chunks()
         while True:
             # Ranks may have nothing to say for hours.
@@ -136,6 +177,14 @@ class Tunnel:
             if (chunk := next(chunks, None)) is None:
                 return
             process.sendall(chunk)
+
+    def _come_plain(self, process: socket.socket) -> None:
+        buffer = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
+        while True:
+            self._receiver.wait()
+            if not (count := self._remote.recv_into(buffer)):
+                return
+            process.sendall(buffer[:count])
 
 
 def _shut(sock: socket.socket) -> None:

@@ -374,3 +374,32 @@ def test_an_address_in_the_settings_where_nobody_answers() -> None:
     finding = one("configured peer", given)
     assert (finding.level, finding.fix) == ("warn", "Start it.")
     assert "10.0.0.9:8115: It refused." in finding.what
+
+
+# ---- links that are declared private ---------------------------------------------------------------------
+
+
+def with_links(*, private: bool, missing: tuple[str, ...] = ()) -> dict[str, Any]:
+    paths = [{**path, "private": private} for path in STUDIO["paths"]]
+    return {
+        **WELL,
+        "peers": [{**STUDIO, "paths": paths}],
+        "plain_links": ["bridge0"],
+        "missing_links": list(missing),
+    }
+
+
+def test_a_link_that_is_declared_private_is_told_with_the_machines_at_its_end() -> None:
+    said = one("plain links", with_links(private=True))
+    assert said.level == "ok"
+    assert "unsealed to" in said.what
+    assert "bridge0" in said.what
+    assert "everything else is sealed" in said.what
+
+
+def test_a_declared_link_that_is_not_there_or_leads_nowhere_is_a_remark() -> None:
+    gone = one("plain links", with_links(private=False, missing=("bridge0",)))
+    assert (gone.level, "no interface here" in gone.what) == ("warn", True)
+    lonely = one("plain links", with_links(private=False))
+    assert (lonely.level, "No paired machine has an address on bridge0" in lonely.what) == ("warn", True)
+    assert not [each for each in found() if each.name == "plain links"]

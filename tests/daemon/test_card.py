@@ -130,6 +130,18 @@ async def test_a_card_tells_the_room_for_layers_of_others_in_gib() -> None:
 
 
 @pytest.mark.one_loop
+async def test_a_card_counts_the_cores_that_ranks_keep_busy() -> None:
+    daemon = CardDaemon()
+    daemon.engines = [
+        engine(1, ranks=2),
+        part(2, 0, 8, model="x[rank 1 of 2]", rank=1, ranks=2),
+        part(3, 0, 8, model="y[rank 1 of 2]", rank=1, ranks=2, state="loading"),
+        engine(4, model="z"),
+    ]
+    assert daemon.maker.card().rank_cores == 2
+
+
+@pytest.mark.one_loop
 async def test_a_card_tells_how_much_is_to_be_prefilled_in_steps() -> None:
     daemon = CardDaemon()
     for left, told in ((0, 0), (1, 1024), (1024, 1024), (1025, 2048)):

@@ -173,6 +173,7 @@ def test_cuda_is_described_with_its_memory_or_as_a_part_of_the_system(
         device_count=lambda device: 2,
         device_info=lambda device: told,
         metal=SimpleNamespace(is_available=lambda: False),
+        distributed=SimpleNamespace(is_available=lambda name: name == "nccl"),
     )
 
     def attribute(value: Any, number: int, device: int) -> int:
@@ -185,6 +186,7 @@ def test_cuda_is_described_with_its_memory_or_as_a_part_of_the_system(
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     found = mlx_device.describe()
     assert (found.kind, found.name, found.count) == ("cuda", "NVIDIA GB10", 2)
+    assert found.collectives == ("nccl",)
     assert (found.card_bytes, found.card_free_bytes) == ((0, 0) if integrated else (24 * GIB, 23 * GIB))
 
 

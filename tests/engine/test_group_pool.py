@@ -25,7 +25,7 @@ pytestmark = pytest.mark.one_loop
 class FormingGroup:
     """A group whose members never get ready."""
 
-    tokens, kinds, ring = 4096, frozenset[str](), None
+    tokens, kinds, ring, carried = 4096, frozenset[str](), None, ""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.members = tuple(GroupMember(2, LAYERS, f"m{n}", name) for n, name in enumerate(names))

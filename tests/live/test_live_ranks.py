@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,7 @@ import pytest
 from forked_programs import Programs
 from live_daemon import LiveDaemon, text_of, until
 from live_fleet import LiveFleet
-from sharing import write
+from sharing import LAYERS, write
 from test_live_groups import request
 
 pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(300)]
@@ -70,8 +72,11 @@ def test_a_divided_model_answers_as_the_whole_one_and_says_so(pair: LiveFleet) -
     right = [answer(alpha, question) for question in QUESTIONS]
     assert "is loaded on" in load(alpha, "--split", "tensors")
     assert len(ranks(pair["beta"])) == 1
-    assert "part 2 of 2 of every layer of divided, asked by alpha" in pair["beta"].fleetctl("status").stdout
-    assert "a part of every layer here and on beta" in alpha.fleetctl("status").stdout
+    assert (
+        "part 2 of 2 of every layer of divided, asked by alpha; links sealed"
+        in pair["beta"].fleetctl("status").stdout
+    )
+    assert "a part of every layer here and on beta; links sealed" in alpha.fleetctl("status").stdout
     assert [answer(alpha, question) for question in QUESTIONS] == right
     with ThreadPoolExecutor(len(QUESTIONS)) as threads:
         assert list(threads.map(lambda question: answer(alpha, question), QUESTIONS)) == right
@@ -80,6 +85,32 @@ def test_a_divided_model_answers_as_the_whole_one_and_says_so(pair: LiveFleet) -
     assert status == 200
     assert headers["X-Fleet-Plan"] == "group; nodes=this,beta"
     assert headers["X-Fleet-Exactness"] == "equivalent"
+
+
+def test_both_ways_are_priced_and_a_load_that_names_none_takes_the_faster_and_says_why(
+    pair: LiveFleet,
+) -> None:
+    alpha = pair["alpha"]
+    assert "is loaded on" in load(alpha, "--split", "tensors")
+    # The ring has measured a sum, by which it is priced from now on.
+    until(lambda: planned(alpha)["measured"], 30)
+    divided = planned(alpha)
+    assert divided["sum_s"] > 0
+    assert divided["sums"] == 2 * LAYERS
+    shown = alpha.fleetctl("plan", "-m", MODEL, "--on", "this,beta").stdout
+    assert "tensors" in shown
+    assert "(measured)" in " ".join(shown.split())
+    said = load(alpha)
+    assert "is loaded on" in said
+    assert "With a part of every layer each, a token takes" in said
+    assert any(each["ranks"] for each in ranks(pair["beta"])) == divided["chosen"]
+
+
+def planned(daemon: LiveDaemon) -> dict[str, Any]:
+    """What it would be like if both machines divided every layer."""
+    shown = daemon.fleetctl("plan", "-m", MODEL, "--on", "this,beta", "--json").stdout
+    found: dict[str, Any] = json.loads(shown)["group"]["divided"]
+    return found
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -93,6 +124,32 @@ def test_an_answer_goes_another_way_when_a_rank_is_gone_or_stopped(pair: LiveFle
     until(lambda: not ranks(pair["beta"]), 60)
     # A process that is stopped ends with the second signal, and the daemon does not show it any more by then.
     until(lambda: not psutil.pid_exists(pid), 60)
+
+
+def test_over_a_link_that_both_owners_call_private_ranks_go_unsealed_and_status_says_so(
+    short_dir: Path, programs: Programs, tmp_path: Path
+) -> None:
+    folder = tmp_path / MODEL
+    folder.mkdir()
+    write(folder)
+    names = ("alpha", "beta")
+    private = {**COMMON, "FLEETD_FLEET_PLAIN_LINKS": "127.0.0.0/8"}
+    with LiveFleet(
+        short_dir / "plain",
+        {name: [folder] for name in names},
+        settings=dict.fromkeys(names, private),
+        programs=programs,
+    ) as fleet:
+        fleet.until_usable()
+        fleet.until_has("alpha", "beta", MODEL)
+        alpha = fleet["alpha"]
+        right = answer(alpha, QUESTIONS[0])
+        assert "is loaded on" in load(alpha, "--split", "tensors")
+        assert answer(alpha, QUESTIONS[0]) == right
+        for daemon in (alpha, fleet["beta"]):
+            assert "; links plain" in daemon.fleetctl("status").stdout
+        told = " ".join(alpha.fleetctl("doctor").stdout.split())
+        assert re.search(r"divided models may go unsealed to beta .*over 127\.0\.0\.0/8", told), told
 
 
 def test_machines_that_divide_layers_have_to_be_named(pair: LiveFleet) -> None:

@@ -16,6 +16,7 @@ from machines import machine
 
 from fleetd.p2p.discovery import interfaces
 from fleetd.p2p.discovery.interfaces import Interface, kind_of, kind_of_interface, parse_hardware_ports
+from fleetd.p2p.links import PeerPaths
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.mesh import Mesh
 
@@ -169,3 +170,33 @@ def test_this_machine_has_a_loopback_interface_that_is_not_shared() -> None:
             assert not (scoped.is_link_local and scoped.version == 6) or address.endswith(
                 f"%{interface.name}"
             )
+
+
+def test_an_address_without_a_dhcp_server_is_at_the_end_of_the_thunderbolt_cable() -> None:
+    own = "169.254.0.0/16"
+    found = [
+        Interface("en0", "wifi", ("169.254.7.1",), (own,), 1500, True, True),
+        Interface("bridge0", "thunderbolt", ("169.254.3.1",), (own,), 1500, True, True),
+        Interface("en9", "wired", ("169.254.8.1",), (own,), 1500, True, True),
+    ]
+    assert kind_of("169.254.9.9", found) == "thunderbolt"
+    assert kind_of("169.254.9.9", found[:1]) == "wifi"
+
+
+def test_between_a_cable_and_wifi_streams_take_the_cable_until_it_is_measured_to_be_slower() -> None:
+    found = [
+        Interface("en0", "wifi", ("192.168.1.2",), ("192.168.1.0/24",), 1500, True, True),
+        Interface("bridge0", "thunderbolt", ("169.254.3.1",), ("169.254.0.0/16",), 1500, True, True),
+    ]
+    paths = PeerPaths(lambda host: kind_of(host, found))
+    wifi, cable = ("192.168.1.9", 8115), ("169.254.9.9", 8115)
+    for address in (wifi, cable):
+        paths.add(address, "mdns", 0.0)
+        paths.succeeded(address, 0.0)
+    assert paths.order(0.0) == [cable, wifi]
+    # Wi-Fi is measured first, and is faster than most.
+    paths.transferred(wifi, 8 << 20, 0.05, 1.0)
+    assert paths.best_for_bulk() == cable
+    for at_s in (2.0, 3.0, 4.0):
+        paths.transferred(cable, 8 << 20, 1.0, at_s)
+    assert paths.best_for_bulk() == wifi

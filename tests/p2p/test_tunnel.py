@@ -55,14 +55,14 @@ class KeptWire:
 
 
 class TunnelEnds:
-    """Rank 0 comes in at the mouth; rank 1 listens at its port."""
+    """Rank 0 comes in at the mouth; rank 1 listens at its port. ``private``: the link is, for each end."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, private: tuple[bool, bool] = (False, False)) -> None:
         self.wire = KeptWire()
         self.mouth, self.port = Mouth(), LocalPort()
         self.tunnels = [
-            Tunnel(self.wire.near, KEY, "connector", self.mouth),
-            Tunnel(self.wire.far, KEY, "acceptor", self.port),
+            Tunnel(self.wire.near, KEY, "connector", self.mouth, offer=int(private[0])),
+            Tunnel(self.wire.far, KEY, "acceptor", self.port, offer=int(private[1])),
         ]
         self._stack = stack
 

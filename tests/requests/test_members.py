@@ -15,6 +15,7 @@ from smart_fakes import ScoringPool, models
 
 from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.engine.protocol import Generate, TextPrompt
 from fleetd.errors import (
     BadRequest,
@@ -43,6 +44,7 @@ from fleetd.requests.drafting import drafters
 from fleetd.requests.job import CHARS_PER_TOKEN, Job
 from fleetd.requests.members.members import Member, Members, SentRequests, eligible
 from fleetd.requests.members.peer_backoff import PeerBackoff, Work
+from fleetd.requests.members.rank_cores import beside_ranks
 from fleetd.requests.placement import planner_facts
 from fleetd.requests.placement.placement import Placer, WantedModel
 from fleetd.requests.smart_prefill.scorers import Scorers
@@ -550,3 +552,31 @@ def test_what_a_prefill_took_corrects_prefills_and_not_scoring_which_is_other_wo
     fleet.members.computed("studio", DIGEST, speed.token_s, expected_s=1.0, took_s=3.0)
     assert fleet.members.correction("studio", DIGEST, speed) == 2
     assert fleet.members.correction("studio", DIGEST, speed, "score") == 1
+
+
+# ---- ranks that wait -------------------------------------------------------------------------------------
+
+
+def with_ranks(count: int, accelerator: str) -> Member:
+    found = member()
+    model = replace(
+        found.card.models[0], speed=MeasuredSpeed(prefill_tok_s=80.0, decode_tok_s=8.0, prefill_fixed_s=0.1)
+    )
+    facts = replace(found.card.machine, accelerator=accelerator, cores=4, chip="cpu")
+    return replace(found, card=replace(found.card, machine=facts, models=[model], rank_cores=count))
+
+
+@pytest.mark.parametrize(("accelerator", "tok_s"), [("cpu", 60.0), ("metal", 80.0)])
+def test_a_rank_takes_a_core_from_what_its_machine_can_do_for_others(accelerator: str, tok_s: float) -> None:
+    told = with_ranks(1, accelerator)
+    (seen,) = Members(lambda: [told], lambda: None).others("prefill")
+    assert seen.card.machine.cores == 3
+    assert seen.card.models[0].speed.prefill_tok_s == pytest.approx(tok_s)
+    here = Members(tuple, lambda: told.card).here()
+    assert here.card == seen.card
+
+
+def test_a_machine_keeps_a_core_however_many_ranks_it_has_and_one_without_ranks_all_of_them() -> None:
+    assert beside_ranks(with_ranks(9, "cpu").card).machine.cores == 1
+    idle = with_ranks(0, "cpu").card
+    assert beside_ranks(idle) is idle

@@ -37,8 +37,9 @@ class ManagedModel(msgspec.Struct, frozen=True):
         list[Annotated[str, msgspec.Meta(min_length=1, max_length=limits.CONTROL_TEXT_CHARS)]],
         msgspec.Meta(max_length=limits.PLACEMENT_MACHINES),
     ] = []
-    # How they hold it: each some of its layers, or a part of every layer ("tensors").
-    split: Split = "layers"
+    # How they hold it: each some of its layers, or a part of every layer ("tensors"); None leaves it to the
+    # planner.
+    split: Split | None = None
 
 
 class VerifiedModel(msgspec.Struct, frozen=True):
@@ -69,10 +70,12 @@ def _handler(verb: Verb) -> Callable[[web.Request], Awaitable[web.StreamResponse
             events = services.operations.run(verb, asked.model, over, asked.split if over else None)
         if asked.stream or verb == "pull":
             return await relay(request, events)
+        answer: dict[str, object] = {"ok": True}
         async with aclosing(events):
-            async for _ in events:
-                pass
-        return json_answer({"ok": True})
+            async for event in events:
+                if isinstance(event, ModelDone) and event.split is not msgspec.UNSET:
+                    answer |= {"split": event.split, "why": event.why}
+        return json_answer(answer)
 
     return handle
 

@@ -15,12 +15,14 @@ from fleetd.compression.policy import SmartPrefillBody, SmartPrefillPolicy, reso
 from fleetd.control.cache_report import MachineFetches
 from fleetd.control.daemon_status import DaemonStatus, HardwareReading
 from fleetd.control.fleet_change import RunningRequest
+from fleetd.control.group_view import GroupView
 from fleetd.control.prefill_plan import AddedQuestion, AddedView, PlanQuestion, PlanView
 from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.control.setting_view import SettingChange, SettingsView
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.fleet.service import Fleet
 from fleetd.models import hub_search
+from fleetd.models.folder import ModelFolder
 from fleetd.models.hub_search import HubPage
 from fleetd.models.memory_need import WeightRules
 from fleetd.models.model_names import ModelNames
@@ -66,6 +68,8 @@ class Services(msgspec.Struct, frozen=True):
     pinned: PinnedModels
     #: Names of the other machines that are to hold a model, of those that were named. Raises FleetError.
     over: Callable[[Sequence[str]], tuple[str, ...]] = lambda names: tuple(names[1:])
+    #: How machines of these names would hold a model. Reads headers of files. Raises FleetError.
+    together: Callable[[ModelFolder, Sequence[str]], GroupView | None] = lambda folder, over: None
     #: Host values accepted besides 127.0.0.1, localhost and [::1], which are accepted at any port.
     hosts: frozenset[str] = msgspec.field(default_factory=frozenset)
     #: Web origins that may call from a browser. Without any there are no CORS headers.
@@ -122,4 +126,6 @@ class Services(msgspec.Struct, frozen=True):
     @property
     def operations(self) -> ModelOperations:
         """What people do with the models of this machine."""
-        return ModelOperations(self.models, self.pool, self.pinned, self.pull, self.models_changed)
+        return ModelOperations(
+            self.models, self.pool, self.pinned, self.pull, self.models_changed, self.together
+        )

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from fleetd.control.daemon_status import EngineStatus, HeldLayers
+from fleetd.control.daemon_status import Carried, EngineStatus, HeldLayers
 from fleetd.control.model_change import MemberProgress
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_trace import GroupStage
@@ -39,6 +39,8 @@ class GroupLife(Protocol):
     def kinds(self) -> frozenset[str]: ...
     @property
     def ring(self) -> RingPlace | None: ...
+    @property
+    def carried(self) -> Carried: ...
     async def form(self, told: Callable[[Loading], None]) -> None: ...
     async def connect(self, engine: EngineProcess) -> None: ...
     async def watch(self) -> None: ...
@@ -99,7 +101,9 @@ class GroupFront(EngineProcess):
             )
             for number, each in enumerate(self.settings.group)
         ]
-        return msgspec.structs.replace(super().status, members=members, cut_anew=self.cut_anew)
+        return msgspec.structs.replace(
+            super().status, members=members, cut_anew=self.cut_anew, carried=self._group.carried
+        )
 
     async def start(self) -> None:
         self._life = asyncio.create_task(self._live(), name=f"group-{self.settings.name}")
@@ -108,8 +112,10 @@ class GroupFront(EngineProcess):
         """Form the group, start the worker, and watch the members until one leaves."""
         try:
             await self._group.form(self._tell)
-            # The members have told how they compute.
-            self.settings = msgspec.structs.replace(self.settings, group=self._group.members)
+            # The members have told how they compute, and what carries sums.
+            self.settings = msgspec.structs.replace(
+                self.settings, group=self._group.members, ring=self._group.ring
+            )
             await super().start()
             await self._group.connect(self)
             await self._group.watch()

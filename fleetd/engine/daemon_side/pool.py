@@ -21,7 +21,7 @@ import msgspec
 import structlog
 
 from fleetd import limits
-from fleetd.control.daemon_status import EngineStatus, Pressure
+from fleetd.control.daemon_status import Carried, EngineStatus, Pressure
 from fleetd.control.model_change import Split
 from fleetd.control.model_facts import KvBits
 from fleetd.control.prefill_trace import GroupStage
@@ -136,6 +136,8 @@ class EnginePool:
     _claims: dict[str, int] = field(default_factory=dict, init=False)
     # The machines whose groups have a worker's layers, with a name for each group.
     _askers: dict[str, list[str]] = field(default_factory=dict, init=False)
+    # How the bytes of a rank travel, by the name of its worker.
+    _carried: dict[str, Callable[[], Carried]] = field(default_factory=dict, init=False)
     # Seconds of idleness after which a model is unloaded, where a client has said so.
     _stays_s: dict[str, float] = field(default_factory=dict, init=False)
     # Models that are to be measured for scoring whatever their size; those of them that are to be loaded.
@@ -493,16 +495,19 @@ class EnginePool:
         *,
         progress: Callable[[Loading], None] = no_progress,
         asked_by: str = "",
+        carried: Callable[[], Carried] = lambda: "",
     ) -> AsyncIterator[EngineProcess]:
         """A ready worker that is this rank of another machine's model, and ends with the context. No model
-        makes room for it. Raises as ``stream``."""
+        makes room for it. ``carried``: how its bytes travel. Raises as ``stream``."""
         wanted = _WantedLayers(folder, ring=place)
+        self._carried[wanted.name] = carried
         try:
             with self._claim(wanted.name), self._asked_by(wanted.name, asked_by):
                 await self._load_beside(wanted, progress)
                 yield self._models[wanted.name].first
         finally:
             await self.unload(wanted.name)
+            self._carried.pop(wanted.name, None)
 
     async def let_go(self, folder: ModelFolder, first: int, last: int) -> None:
         """End a worker that has layers [first, last) and not the others, unless somebody uses it."""
@@ -606,6 +611,7 @@ class EnginePool:
                 self._with_earlier(model.status),
                 pinned=name in pinned,
                 asked_by=sorted({*self._askers.get(name, ())} - {""}),
+                **({"carried": carried()} if (carried := self._carried.get(name)) is not None else {}),
             )
             for name, model in self._models.items()
         ]

@@ -308,6 +308,7 @@ def _ready(
         # It would have to see into layers of other machines.
         scoring=ScoringState("unable") if isinstance(read.model, _SEVERAL_HAVE_IT) else search.state,
         vocabulary=findings.vocabulary,
+        sum_s=read.model.sum_s if isinstance(read.model, RankModel) else 0.0,
     )
 
 

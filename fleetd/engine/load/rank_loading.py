@@ -74,7 +74,7 @@ def load_rank(
         weights.hold(stage.weights)
         report(Loading("reading", need, need))
     report(Loading("waiting for the other ranks"))
-    sizes = dividing.begin_together(stage, group, progress)
+    begun_rank = dividing.begin_together(stage, group, progress)
     keep_weights(device, settings)
     held = stage.weights_bytes
     shape = ModelShape(
@@ -83,7 +83,7 @@ def load_rank(
         context_tokens=context_tokens(config),
         cpu_arithmetic=weights.arithmetic,
         layers=stage.total,
-        sizes=sizes,
+        sizes=begun_rank.sizes,
         unshareable="This process is one rank of a group.",
     )
     facts = Ready(
@@ -97,5 +97,6 @@ def load_rank(
         load_s=time.monotonic() - begun,
         versions=versions(weights.arithmetic),
         last_layer=stage.total,
+        sum_s=begun_rank.sum_s,
     )
-    return LoadedRank(stage, group, sizes, facts)
+    return LoadedRank(stage, group, begun_rank.sizes, facts)

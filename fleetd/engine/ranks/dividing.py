@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 from mlx.nn.layers import distributed
 from mlx.utils import tree_flatten
 
@@ -13,7 +14,7 @@ from fleetd.control.model_facts import StateSizes
 from fleetd.engine.failures import over_files
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.measure.pass_progress import PassProgress
-from fleetd.engine.ranks import ring
+from fleetd.engine.ranks import ring, sum_time
 from fleetd.engine.ranks.rank_pass import run_pass
 from fleetd.engine.sequence_state.parts import sizes as sizes_of
 from fleetd.errors import ModelUnsupported
@@ -48,10 +49,17 @@ def read_singly(weights: nn.Module) -> None:
         mx.eval(array)
 
 
-def begin_together(stage: Stage, group: Any, progress: PassProgress) -> StateSizes:
-    """What a sequence takes on this rank. Every rank comes here once its weights are read, waits for the
-    others, sees that sums of the ring are right, and makes a first pass with them. Raises MemberLost."""
+class BegunRank(msgspec.Struct, frozen=True):
+    """``sizes``: what a sequence takes on this rank. ``sum_s``: seconds of one sum over all ranks."""
+
+    sizes: StateSizes
+    sum_s: float
+
+
+def begin_together(stage: Stage, group: Any, progress: PassProgress) -> BegunRank:
+    """Every rank comes here once its weights are read, waits for the others, sees that sums of the ring are
+    right, makes a first pass with them, and measures how long a sum takes. Raises MemberLost."""
     ring.check(group, progress)
     caches = [cache for cache in stage.make_caches() if cache is not None]
-    run_pass(stage, mx.array([[1] * WARM_UP_TOKENS]), caches, 0, group, progress)
-    return sizes_of(caches)
+    hidden = run_pass(stage, mx.array([[1] * WARM_UP_TOKENS]), caches, 0, group, progress)
+    return BegunRank(sizes_of(caches), sum_time.measured(group, hidden[:, -1:], progress))

@@ -30,10 +30,12 @@ class RankModel(nn.Module):  # type: ignore[misc]
         self.weights = stage.weights
         self._ring, self._stage, self._progress = ring, stage, progress
         self._others: tuple[RemoteRank, ...] = ()
+        # Seconds of one sum over all ranks; 0 before they have begun.
+        self.sum_s = 0.0
 
     def begin_together(self) -> None:
         """Wait until all ranks have read their weights. Raises MemberLost."""
-        dividing.begin_together(self._stage, self._ring, self._progress)
+        self.sum_s = dividing.begin_together(self._stage, self._ring, self._progress).sum_s
 
     def join(self, others: Sequence[RemoteRank]) -> None:
         """Have the other ranks compute the same from now on."""

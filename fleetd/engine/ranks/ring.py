@@ -1,7 +1,7 @@
-"""This process as one rank of an MLX ring, to which it belongs until it ends: there is no way out of one.
+"""This process as one rank of an MLX group, to which it belongs until it ends: there is no way out of one.
 
-Each rank is told of two ports of its own machine alone: the one that it listens at, and the one behind which
-the daemon carries its bytes to the next rank.
+Most often that is MLX's ring. Each rank is told of two ports of its own machine alone: the one that it
+listens at, and the one behind which the daemon carries its bytes to the next rank.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ from fleetd import limits
 from fleetd.engine.cpu import products
 from fleetd.engine.failures import MemberLost
 from fleetd.engine.measure.pass_progress import PassProgress
+from fleetd.engine.ranks.side_channel import SideChannel
 from fleetd.engine.settings import RingPlace
 from fleetd.errors import GroupLost
 
 _HERE = "127.0.0.1"
 # Numbers of which a canary's sum is formed, and what its step counts up to: sums are exact in f32.
 _CANARY, _CANARY_STEPS = 16, 1 << 12
+# While a side channel is open, so are the tunnels: they end when this process does.
+_OPEN: list[SideChannel] = []
+# What errors of a backend begin with.
+_OF_BACKENDS = ("[ring]", "[jaccl]", "[nccl]", "NCCL")
 
 
 def joined(place: RingPlace, progress: PassProgress) -> Any:
@@ -42,13 +47,61 @@ def joined(place: RingPlace, progress: PassProgress) -> Any:
         _no_longer_than(limits.RING_FORM_S),
         progress.within(limits.RING_FORM_S),
     ):
-        hosts = Path(folder) / "hosts.json"
-        hosts.write_text(json.dumps(rows(place)))
-        os.environ.update(MLX_RANK=str(place.rank), MLX_HOSTFILE=str(hosts))
         try:
+            return _joined(place, Path(folder))
+        except (OSError, RuntimeError, ValueError) as error:
+            name = f"ring ({place.backend})" if place.backend != "ring" else "ring"
+            raise MemberLost(GroupLost(f"The {name} could not be formed: {error}")) from error
+
+
+def _joined(place: RingPlace, folder: Path) -> Any:
+    """The group, by the backend that was agreed on. Raises OSError, RuntimeError, ValueError."""
+    if not mx.distributed.is_available(place.backend):
+        raise RuntimeError(f"this build of MLX has no {place.backend}")
+    file = folder / "ranks.json"
+    match place.backend:
+        case "jaccl":
+            return _by_rdma(place, file)
+        case "nccl":
+            return _by_nccl(place)
+        case "ring":
+            file.write_text(json.dumps(rows(place)))
+            os.environ.update(MLX_RANK=str(place.rank), MLX_HOSTFILE=str(file))
             return mx.distributed.init(strict=True, backend="ring")
-        except RuntimeError as error:
-            raise MemberLost(GroupLost(f"The ring could not be formed: {error}")) from error
+
+
+def _by_rdma(place: RingPlace, file: Path) -> Any:
+    """Two ranks over RDMA. What each has to know of the other's device goes through the tunnels of the ring,
+    so that there is no coordinator with an open port."""
+    file.write_text(json.dumps(devices(place)))
+    os.environ.update(MLX_RANK=str(place.rank), MLX_IBV_DEVICES=str(file))
+    channel = SideChannel.open(place)
+    _OPEN.append(channel)
+    return mx.distributed.init(
+        strict=True, backend="jaccl", all_gather_factory=lambda rank, size: channel.gather
+    )
+
+
+def _by_nccl(place: RingPlace) -> Any:
+    """Two ranks by NCCL. The second one asks for the group's identifier at the mouth of its tunnel to the
+    first; MLX has the first one listen for that. NCCL's own connections are over the interface."""
+    port = place.port if place.rank == 0 else place.next_port
+    os.environ.update(
+        MLX_RANK=str(place.rank),
+        MLX_WORLD_SIZE=str(place.size),
+        NCCL_HOST_IP=_HERE,
+        NCCL_PORT=str(port),
+        NCCL_SOCKET_IFNAME=f"={place.interface}",
+    )
+    return mx.distributed.init(strict=True, backend="nccl")
+
+
+def devices(place: RingPlace) -> list[list[str | None]]:
+    """The RDMA device of each rank to each other one. Nothing is used of rows but this rank's own; the others
+    have its names, as none may be empty."""
+    device = f"rdma_{place.interface}"
+    ranks = range(place.size)
+    return [[None if rank == other else device for other in ranks] for rank in ranks]
 
 
 def rows(place: RingPlace) -> list[list[str]]:
@@ -89,7 +142,7 @@ def lost_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "[ring]" not in str(error):
+        if not any(name in str(error) for name in _OF_BACKENDS):
             raise
         raise MemberLost(GroupLost(f"Another rank is gone: {error}")) from error
 

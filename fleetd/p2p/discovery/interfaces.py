@@ -111,19 +111,19 @@ def kind_of(host: str, interfaces: Sequence[Interface]) -> Kind:
         address = ipaddress.ip_address(bare)
     except ValueError:
         return ""
-    best: tuple[int, Kind] | None = None
+    best: tuple[tuple[int, bool], Kind] | None = None
     for interface in interfaces:
         if scope and scope == interface.name:
             return interface.kind
         for text in interface.networks:
             network = ipaddress.ip_network(text)
-            if (
-                interface.up
-                and not scope
-                and address in network
-                and (best or (-1, ""))[0] < network.prefixlen
-            ):
-                best = (network.prefixlen, interface.kind)
+            if not interface.up or scope or address not in network:
+                continue
+            # Several interfaces without a DHCP server have the network 169.254.0.0/16: among these an address
+            # of it is most often at the other end of a Thunderbolt cable.
+            rank = (network.prefixlen, interface.kind == "thunderbolt")
+            if best is None or best[0] < rank:
+                best = (rank, interface.kind)
     return best[1] if best is not None else guess_kind(host)
 
 

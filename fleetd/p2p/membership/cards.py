@@ -112,6 +112,11 @@ class Card(msgspec.Struct, frozen=True, omit_defaults=True):
     draining: bool = False
     # The operating system's load average over its cores.
     load: Rate = 0.0
+    # Its cores that ranks of divided models keep busy while they wait for each other.
+    rank_cores: Count = 0
+    # What may carry the sums of ranks there besides a sealed ring, on a link that its owner has declared
+    # private.
+    collectives: Annotated[list[Text], Meta(max_length=8)] = []
     # Bytes of its disk that layers of other machines' models may take.
     part_bytes: Count = 0
     # Hardware addresses that Wake on LAN may be sent to while it sleeps; none if it is not to be woken.

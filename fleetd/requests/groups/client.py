@@ -22,6 +22,7 @@ import structlog
 from msgspec.structs import replace
 
 from fleetd import limits
+from fleetd.control.daemon_status import Carried
 from fleetd.control.model_change import READING, MemberProgress
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Loading, StreamTag
@@ -99,6 +100,7 @@ class FleetGroup:
 
     # Layers are not divided.
     ring: RingPlace | None = None
+    carried: Carried = ""
 
     def __init__(
         self,

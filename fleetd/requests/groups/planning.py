@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fleetd import limits
-from fleetd.control.group_view import GroupView
+from fleetd.control.group_view import DividedView, GroupView
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_trace import GroupStage
 from fleetd.errors import FleetError, Incompatible, ModelCorrupt, ModelUnsupported, NoMachine, OutOfMemory
@@ -72,6 +72,8 @@ class FleetGroups:
     rules: how this machine holds weights, with all others unloaded.
     loaded: the measured speed of a model that is loaded over several machines; None if it is not.
     promised: what groups were promised of this machine's memory.
+    divided: what it would be like if the machines of a cut divided every layer, given the seconds of a token
+        with the cut; None if that is not looked at.
     monotonic: seconds.
     """
 
@@ -82,10 +84,11 @@ class FleetGroups:
         rules: Callable[[], WeightRules],
         loaded: Callable[[ModelFolder], MeasuredSpeed | None] = lambda folder: None,
         promised: PromisedMemory | None = None,
+        divided: Callable[[ModelFolder, GroupCut, float], DividedView | None] = lambda *_: None,
         *,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._promised = promised or PromisedMemory()
+        self._promised, self._divided = promised or PromisedMemory(), divided
         self._partners, self._members, self._rules, self._loaded = partners, members, rules, loaded
         self._monotonic, self._hops = monotonic, KnownHops()
         # By model.
@@ -199,7 +202,12 @@ class FleetGroups:
         planned = self.plan(folder, need.arithmetic, over)
         if planned is not None and over and isinstance(planned.found, Shortage):
             raise _no_room(folder.name, planned.found, over)
-        return planned.view if planned is not None else None
+        if planned is None:
+            return None
+        view = planned.view
+        if isinstance(planned.found, Shortage):
+            return view
+        return replace(view, divided=self._divided(folder, planned.found, 1 / view.tok_s))
 
     def plan(self, folder: ModelFolder, arithmetic: Arithmetic, over: Sequence[str] = ()) -> GroupPlan | None:
         """The cut that a group would have; None if there are no others to ask. Nothing is begun.

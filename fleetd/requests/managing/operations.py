@@ -7,15 +7,22 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 import msgspec
+from msgspec import UNSET
+from msgspec.structs import replace
 
+from fleetd import limits
+from fleetd.control.group_view import GroupView
 from fleetd.control.model_change import ModelDone, ModelProgress, Split, Verb
 from fleetd.engine.daemon_side.pool import EnginePool
-from fleetd.errors import ModelCorrupt, ModelNotFound
+from fleetd.errors import GroupLost, ModelCorrupt, ModelNotFound, ModelUnsupported, OutOfMemory
 from fleetd.models import file_threads
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pinned import PinnedModels
 from fleetd.models.pull_lines import PullProgress
+
+# What a group whose layers are divided fails with, and one with whole layers perhaps does not.
+_DIVIDED_FAILS = (GroupLost, ModelUnsupported, OutOfMemory)
 
 
 class ModelOperations(msgspec.Struct, frozen=True):
@@ -28,6 +35,9 @@ class ModelOperations(msgspec.Struct, frozen=True):
     pull: Callable[[str], AsyncGenerator[PullProgress, None]]
     #: Is called when a model went; other machines hear of it at once.
     changed: Callable[[], None]
+    #: How machines of these names would hold a model, with the way that is faster. Reads headers of files.
+    #: Raises FleetError if they cannot.
+    planned: Callable[[ModelFolder, Sequence[str]], GroupView | None] = lambda folder, over: None
 
     async def run(
         self, verb: Verb, ref: str, over: Sequence[str] | None = None, split: Split | None = None
@@ -36,13 +46,13 @@ class ModelOperations(msgspec.Struct, frozen=True):
 
         Args:
             over: names of the other machines that are to hold a model that is loaded, as ``EnginePool.load``.
-            split: how they hold it.
+            split: how they hold it; None leaves it to the planner, and ModelDone says why it is so.
 
         Raises:
             FleetError: as ``ModelStore`` and ``EnginePool``.
             ModelNotFound: also for what is to be unloaded or unpinned, and is not loaded or pinned.
         """
-        name = ""
+        name, held = "", ModelDone()
         match verb:
             case "pull":
                 async with aclosing(self.pulled(ref)) as steps:
@@ -51,10 +61,15 @@ class ModelOperations(msgspec.Struct, frozen=True):
                 name = (await self._resolve(ref)).name
             case "load" | "pin":
                 folder = await self._resolve(ref)
+                if over and split is None:
+                    held = self._chosen(folder, over)
                 # What is pinned can be loaded here, so it is loaded first.
-                async with aclosing(self.pool.loading(folder, over=over, split=split)) as loading:
-                    async for each in loading:
-                        yield ModelProgress("", each.done, each.total, each.stage, each.members)
+                async with aclosing(self._loaded(folder, over, split, held)) as steps:
+                    async for each in steps:
+                        if isinstance(each, ModelDone):
+                            held = each
+                        else:
+                            yield each
                 if verb == "pin":
                     await asyncio.to_thread(self.pinned.pin, folder.name)
                 name = folder.name
@@ -64,7 +79,39 @@ class ModelOperations(msgspec.Struct, frozen=True):
                 name = await self._unpin(ref)
             case "remove":
                 name = await self.remove(ref)
-        yield ModelDone(name=name)
+        yield replace(held, name=name)
+
+    def _chosen(self, folder: ModelFolder, over: Sequence[str]) -> ModelDone:
+        """How the planner would have machines hold a model, and why."""
+        view = self.planned(folder, over)
+        if view is None or view.divided is None:
+            return ModelDone()
+        return ModelDone(split="tensors" if view.divided.chosen else "layers", why=_brief(view.divided.why))
+
+    async def _loaded(
+        self, folder: ModelFolder, over: Sequence[str] | None, split: Split | None, held: ModelDone
+    ) -> AsyncGenerator[ModelProgress | ModelDone, None]:
+        """Progress of a load, then ModelDone. ``held``: what was chosen, if ``split`` leaves it open."""
+        way = split or (None if held.split is UNSET else held.split)
+        try:
+            async with aclosing(self._progress(folder, over, way)) as loading:
+                async for step in loading:
+                    yield step
+        except _DIVIDED_FAILS as error:
+            if split is not None or way != "tensors":
+                raise
+            async with aclosing(self._progress(folder, over, "layers")) as loading:
+                async for step in loading:
+                    yield step
+            held = ModelDone(split="layers", why=_brief(f"Dividing every layer failed: {error.message}"))
+        yield replace(held, name=folder.name)
+
+    async def _progress(
+        self, folder: ModelFolder, over: Sequence[str] | None, split: Split | None
+    ) -> AsyncGenerator[ModelProgress, None]:
+        async with aclosing(self.pool.loading(folder, over=over, split=split)) as loading:
+            async for each in loading:
+                yield ModelProgress("", each.done, each.total, each.stage, each.members)
 
     async def pulled(self, ref: str) -> AsyncGenerator[ModelProgress, None]:
         """The progress of a download. Raises as ``ModelStore.pull``."""
@@ -104,3 +151,7 @@ class ModelOperations(msgspec.Struct, frozen=True):
             return (await self._resolve(ref)).name
         except (ModelNotFound, ModelCorrupt):
             return ref
+
+
+def _brief(text: str) -> str:
+    return text[: limits.ERROR_TEXT_CHARS]

@@ -44,6 +44,7 @@ from fleetd.plan.speed_corrections import CorrectedWork, PromptWork, SpeedCorrec
 from fleetd.requests.job import CHARS_PER_TOKEN, THIS_NAME, Job
 from fleetd.requests.members import claims
 from fleetd.requests.members.peer_backoff import PeerBackoff, Work
+from fleetd.requests.members.rank_cores import beside_ranks
 
 # Refusals that end by themselves, and soon: a machine is not left out for long after one.
 _PASSING = (Overloaded, Draining, OutOfMemory, ScorerNotReady)
@@ -192,7 +193,7 @@ class Members:
 
     def here(self) -> Member:
         """This machine; with an empty card before it has told one."""
-        return Member(self._own_card() or Card(THIS_NAME, 0, 0), THIS_NAME, here=True)
+        return Member(beside_ranks(self._own_card() or Card(THIS_NAME, 0, 0)), THIS_NAME, here=True)
 
     def others(self, work: Work) -> list[Member]:
         """The other machines, with such speeds as they can have, and at least as busy as this one makes them.
@@ -208,6 +209,7 @@ class Members:
         claim, sent = found.card, self.requests_at(found.node_id)
         card = claims.believed(claim, own)
         capped = claims.capped(claim, card) if card is not claim else {}
+        card = beside_ranks(card)
         if sent.requests:
             card = structs.replace(
                 card,

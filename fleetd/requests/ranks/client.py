@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import msgspec
 
 from fleetd import limits
+from fleetd.control.daemon_status import Carried
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Loading, StreamTag
 from fleetd.engine.settings import GroupMember, RingPlace
@@ -22,6 +23,7 @@ from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.concurrency import gather_or_cancel
 from fleetd.requests.ports import FleetPort
 from fleetd.requests.ranks import messages
+from fleetd.requests.ranks.fabrics import Fabrics, no_offer
 from fleetd.requests.ranks.messages import NextRank, RankQuestion, RankTold
 from fleetd.requests.ranks.ring_links import RingLinks
 from fleetd.requests.remote.bulk_dialer import invitation
@@ -46,6 +48,8 @@ class FleetRanks:
     machines: of ranks 1, 2, …
     layers: of the model. ``tokens``: whose keys and values have room on each machine.
     promise_here: what this machine promises its own part, given what tells the bytes that are held of it.
+    fabrics: what this machine offers to carry sums with; None: sealed tunnels.
+    measured: is told the seconds of one sum of the ring, once all ranks are there.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -61,13 +65,16 @@ class FleetRanks:
         promise_here: Callable[[Callable[[], int]], AbstractContextManager[None]] = lambda held: (
             nullcontext()
         ),
+        measured: Callable[[float], object] = lambda seconds: None,
+        fabrics: Fabrics | None = None,
     ) -> None:
         self._partners, self._model, self._digest = partners, model, digest
         self._layers, self.tokens = layers, tokens
         self._promise_here, self._promised = promise_here, ExitStack()
+        self._measured, self._fabrics = measured, fabrics
         self._engine: EngineProcess | None = None
         self._id = secrets.token_hex(8)
-        self._links = RingLinks(0, 1 + len(machines))
+        self._links = RingLinks(0, 1 + len(machines), fabrics or no_offer)
         self._ranks = [
             _Rank(machine, GroupMember(0, layers, f"{self._id}.{number}", machine.name))
             for number, machine in enumerate(machines, 1)
@@ -82,12 +89,19 @@ class FleetRanks:
         """This machine's place."""
         return self._links.place
 
+    @property
+    def carried(self) -> Carried:
+        """How the ring's bytes travel from and to this machine."""
+        return self._links.carried
+
     async def form(self, told: Callable[[Loading], None]) -> None:
         """Have every machine start its rank, and close the ring of tunnels. Raises the first failure, naming
         its machine: GroupLost, OutOfMemory, or ModelError if others would do no better."""
         self._promised.enter_context(
             self._promise_here(lambda: self._engine.claimed_bytes if self._engine is not None else 0)
         )
+        if self._fabrics is not None:
+            await self._fabrics.look()
         with self._partners.expect() as expected:
             following = NextRank(self._partners.node_id, invitation(expected))
             for number, rank in reversed(list(enumerate(self._ranks, 1))):
@@ -98,6 +112,7 @@ class FleetRanks:
                 self._links.goes_to(sock, following.invitation.key)
             with self._forming(self._ranks[-1]):
                 self._links.comes_from(await expected.socket(), expected.key)
+                await self._links.agree()
 
     async def connect(self, engine: EngineProcess) -> None:
         """Give the engine its streams to the other ranks, once they have read their weights."""
@@ -106,10 +121,12 @@ class FleetRanks:
 
     async def watch(self) -> None:
         """Does not return by itself. Raises why a machine has left, naming it."""
-        await gather_or_cancel(*(self._watch(rank) for rank in self._ranks))
+        await gather_or_cancel(self._learn(), *(self._watch(rank) for rank in self._ranks))
 
     def close(self) -> None:
         """The others may end their ranks; idempotent."""
+        if self._fabrics is not None and (self._engine is None or self._engine.facts is None):
+            self._fabrics.failed(self._links.place.backend)
         self._promised.close()
         self._links.close()
         for rank in self._ranks:
@@ -150,6 +167,17 @@ class FleetRanks:
             if rank.stream is None or await _next(rank.stream) is None:
                 raise PeerLost("It has left the group.")
             raise ProtocolError("It said more than that it is alive.")
+
+    async def _learn(self) -> None:
+        """Tell what the ring has measured, once the model is loaded."""
+        if self._engine is None:
+            return
+        # If its load fails, that is told elsewhere.
+        with suppress(FleetError):
+            async for _ in self._engine.loaded():
+                pass
+        if self._engine.facts is not None:
+            self._measured(self._engine.facts.sum_s)
 
     @staticmethod
     async def _hear(stream: PeerStream) -> RankTold:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
+
 from fleetd import limits
 from fleetd.errors import ModelUnsupported, NoMachine, OutOfMemory
 from fleetd.models.folder import ModelFolder
@@ -14,12 +16,27 @@ from fleetd.requests.members.members import Member, Members, eligible
 from fleetd.requests.members.named_machines import hint_for
 from fleetd.requests.ports import FleetPort
 from fleetd.requests.ranks.client import FleetRanks, RankMachine
+from fleetd.requests.ranks.fabrics import Fabrics
+from fleetd.requests.ranks.prices import MeasuredSums
 from fleetd.requests.ranks.rank_memory import Promise, rank_bytes, sizes_of
+
+
+class PlannedRanks(msgspec.Struct, frozen=True):
+    """``others``: the machines of ranks 1, 2, … ``tokens``: whose keys and values have room on each machine.
+    ``room_bytes``: of this machine, for its rank."""
+
+    digest: str
+    others: tuple[Member, ...]
+    tokens: int
+    room_bytes: int
+    on_cpu: bool
 
 
 class RankPlanner:
     """Args:
     free_bytes: of this machine, with all other models unloaded.
+    sums: is told what rings measure.
+    fabrics: what this machine offers to carry sums with; None: sealed tunnels.
     """
 
     def __init__(
@@ -28,9 +45,13 @@ class RankPlanner:
         members: Members,
         promise: Promise,
         free_bytes: Callable[[], int],
+        sums: MeasuredSums | None = None,
+        fabrics: Fabrics | None = None,
     ) -> None:
+        self._fabrics = fabrics
         self._partners, self._members = partners, members
         self._promise, self._free_bytes = promise, free_bytes
+        self._sums = sums or MeasuredSums()
 
     def __call__(self, folder: ModelFolder, over: Sequence[str]) -> FleetRanks:
         """This machine and those ``over``, by name, in this order. Reads headers of files.
@@ -38,6 +59,23 @@ class RankPlanner:
         Raises ModelUnsupported if such a model is not divided by so many, NoMachine if one of them cannot
         help, OutOfMemory if one has not the room.
         """
+        size = 1 + len(over)
+        found = self.check(folder, over)
+        n_bytes = rank_bytes(folder, size, found.tokens, found.on_cpu)
+        return FleetRanks(
+            self._partners,
+            folder.name,
+            found.digest,
+            [RankMachine(other.node_id, other.name) for other in found.others],
+            len(sizes_of(folder, on_cpu=found.on_cpu).layers),
+            found.tokens,
+            partial(self._promise, f"Rank 0 of {size} of {folder.name}", n_bytes, found.room_bytes),
+            partial(self._sums.took, [other.name for other in found.others]),
+            self._fabrics,
+        )
+
+    def check(self, folder: ModelFolder, over: Sequence[str]) -> PlannedRanks:
+        """The machines and the room that they have. Nothing is begun. Raises as a call."""
         size = 1 + len(over)
         if why := undividable(folder.config, size):
             hint = "Deal its layers out instead: --split layers."
@@ -59,16 +97,7 @@ class RankPlanner:
             for name, (each, member) in rooms.items()
         )
         on_cpu = here.card.machine.accelerator == "cpu"
-        n_bytes = rank_bytes(folder, size, tokens, on_cpu)
-        return FleetRanks(
-            self._partners,
-            folder.name,
-            own.digest,
-            [RankMachine(other.node_id, other.name) for other in others],
-            len(sizes_of(folder, on_cpu=on_cpu).layers),
-            tokens,
-            partial(self._promise, f"Rank 0 of {size} of {folder.name}", n_bytes, room),
-        )
+        return PlannedRanks(own.digest, tuple(others), tokens, room, on_cpu)
 
     def _able(self, name: str, digest: str, model: str) -> Member:
         found = [each for each in self._members.others("prefill") if each.name == name]

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+from collections.abc import Callable
 
+from msgspec.structs import replace
+
+from fleetd import limits
+from fleetd.control.daemon_status import Carried
 from fleetd.engine.settings import RingPlace
+from fleetd.errors import PeerLost
 from fleetd.p2p.tunnel import LocalPort, Mouth, Tunnel
+from fleetd.requests.ranks.fabrics import Offer, agreed, no_offer
 from fleetd.sealed.chunks import Role
 
 
 class RingLinks:
-    def __init__(self, rank: int, size: int) -> None:
-        self._port, self._mouth = LocalPort(), Mouth()
+    """``offered``: what this machine offers on the link of a stream."""
+
+    def __init__(self, rank: int, size: int, offered: Callable[[socket.socket], Offer] = no_offer) -> None:
+        self._port, self._mouth, self._offered = LocalPort(), Mouth(), offered
         self._tunnels: list[Tunnel] = []
+        # With the backend once ``agree`` has returned.
         self.place = RingPlace(rank, size, self._port.port, self._mouth.port)
 
     def comes_from(self, sock: socket.socket, key: bytes) -> None:
@@ -25,7 +36,34 @@ class RingLinks:
 
     def _open(self, sock: socket.socket, key: bytes, role: Role, local: LocalPort | Mouth) -> None:
         sock.setblocking(True)
-        self._tunnels.append(Tunnel(sock, key, role, local))
+        offer = self._offered(sock)
+        # Of two ranks both take the two ends of one connection: that from rank 0 to rank 1. With two cables,
+        # ends of different ones would wait for each other for ever.
+        if (role == "connector") == (self.place.rank == 0):
+            self.place = replace(self.place, interface=offer.interface)
+        self._tunnels.append(Tunnel(sock, key, role, local, offer=offer.bits))
+
+    async def agree(self) -> None:
+        """Wait until the machines at the other ends of both tunnels have said what their links are. Raises
+        PeerLost."""
+        for tunnel in self._tunnels:
+            if await asyncio.to_thread(tunnel.agreed, limits.TICKET_S) is None:
+                raise PeerLost("The machine beside it did not say what their link is.")
+        both = [tunnel.both or 0 for tunnel in self._tunnels]
+        self.place = replace(self.place, backend=agreed(self.place.size, both))
+
+    @property
+    def carried(self) -> Carried:
+        """How the ring's bytes leave and reach this machine; "" until that is agreed on."""
+        match self.place.backend:
+            case "jaccl":
+                return "RDMA"
+            case "nccl":
+                return "NCCL"
+        told = {tunnel.plain for tunnel in self._tunnels}
+        if None in told or not told:
+            return ""
+        return "partly plain" if len(told) > 1 else "plain" if told.pop() else "sealed"
 
     def close(self) -> None:
         """Idempotent."""

@@ -21,6 +21,7 @@ from fleetd.plan.ranks import undividable
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.ranks import messages
+from fleetd.requests.ranks.fabrics import Fabrics, no_offer
 from fleetd.requests.ranks.messages import RankQuestion, RankTold
 from fleetd.requests.ranks.rank_memory import Promise, rank_bytes
 from fleetd.requests.ranks.ring_links import RingLinks
@@ -36,6 +37,7 @@ class RankServer:
         free_bytes: what models may take now, beside what workers hold.
         on_cpu: whether models run on a CPU here.
         name_of: a machine's name, by its node id.
+        fabrics: what this machine offers to carry sums with; None: sealed tunnels.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class RankServer:
         free_bytes: Callable[[], int],
         on_cpu: Callable[[], bool],
         name_of: Callable[[str], str] = str,
+        fabrics: Fabrics | None = None,
     ) -> None:
+        self._fabrics = fabrics
         self._dialer, self._pool, self._context = dialer, pool, context
         self._promise, self._free_bytes, self._on_cpu, self._name_of = promise, free_bytes, on_cpu, name_of
         self._limit = ConcurrencyLimit(context, "group", 1, "is a rank of another group")
@@ -73,17 +77,20 @@ class RankServer:
         n_bytes = await file_threads.look(rank_bytes, folder, ask.size, ask.tokens, self._on_cpu())
         what = f"Rank {ask.rank} of {ask.size} of {folder.name}"
         with (
-            closing(RingLinks(ask.rank, ask.size)) as links,
+            closing(RingLinks(ask.rank, ask.size, self._fabrics or no_offer)) as links,
             self._promise(
                 what, n_bytes, self._free_bytes(), partial(self._pool.held_by_rank, folder, links.place)
             ),
         ):
+            if self._fabrics is not None:
+                await self._fabrics.look()
             with self._dialer.expect() as expected:
                 yield RankTold(before=invitation(expected))
                 following = ask.next
                 sock = await self._dialer.connect(following.node_id, following.invitation)
                 links.goes_to(sock, following.invitation.key)
                 links.comes_from(await expected.socket(), expected.key)
+                await links.agree()
             async with aclosing(self._served(peer, ask, folder, links, stream)) as told:
                 async for message in told:
                     yield message
@@ -97,7 +104,10 @@ class RankServer:
             stream.send(messages.encode(RankTold(step.stage, step.done, step.total)))
 
         name = self._name_of(peer)
-        async with self._pool.ranked(folder, links.place, progress=loading, asked_by=name) as engine:
+        ranked = self._pool.ranked(
+            folder, links.place, progress=loading, asked_by=name, carried=lambda: links.carried
+        )
+        async with ranked as engine:
             served = ServeStage(own_id(ask.id), 0, ask.layers, ask.tokens)
             async with aclosing(engine.serve(served)) as events:
                 if not isinstance(await anext(events, None), Accepted):
