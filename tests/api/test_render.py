@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from typing import Any
@@ -11,10 +12,13 @@ import pytest
 from api_fakes import logprob
 from msgspec.structs import replace
 
+from fleetctl.answer import _show
+from fleetctl.render.progress_line import Progress
 from fleetd.api.generation.progress_comments import ProgressComments
 from fleetd.api.generation.usage_tally import EngineWork, UsageTally
 from fleetd.api.openai import render
 from fleetd.api.openai.reports import timing_report
+from fleetd.control.model_change import MemberProgress
 from fleetd.control.prefill_trace import Speculated
 from fleetd.engine import protocol as p
 from fleetd.errors import EngineError
@@ -249,6 +253,24 @@ def test_tokens_inside_of_a_character_are_named_by_their_bytes() -> None:
     found = plain([render.text_logprobs([entry])])[0]
     assert found["tokens"] == ["bytes:\\xf0\\x9f\\x80"]
     assert list(found["top_logprobs"][0]) == [f"bytes:\\xf0\\x9f\\x{i:02x}" for i in range(0x80, 0x85)]
+
+
+def test_a_load_over_machines_says_how_far_each_is_and_fleetctl_shows_it() -> None:
+    comments, log = ProgressComments(), io.StringIO()
+    members = [
+        MemberProgress("Anna; iMac: 2", "reading", 40_000_000, 80_000_000),
+        MemberProgress("b", "loaded", 9, 9),
+    ]
+    comments.feed(0, p.Loading("layers on a, b", 40_000_009, 80_000_009, members))
+    said = comments.comment()
+    assert said == (
+        "loading layers on a, b 40000009/80000009; Anna iMac 2: reading 40000000/80000000; b: loaded 9/9"
+    )
+    with Progress(log, show_after_s=0) as progress:
+        _show(progress, said)
+    assert log.getvalue().splitlines()[0] == (
+        "model: layers on a, b  40.0 MB of 80.0 MB  (Anna iMac 2 reading 40.0 MB of 80.0 MB, b loaded)"
+    )
 
 
 def test_progress_sums_choices_and_never_shrinks() -> None:

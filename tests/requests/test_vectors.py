@@ -49,6 +49,7 @@ from fleetd.models.purposes import check_purpose
 from fleetd.p2p.membership.cards import Card
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.admission import ServingContext
+from fleetd.requests.ledger import Ledger
 from fleetd.requests.members.members import Member, Members, SentRequests
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.vectors import messages
@@ -65,7 +66,7 @@ TEXTS = [f"text {n} " + "word " * (n % 40) for n in range(600)]
 WANTED = [vector(text) for text in TEXTS]
 
 
-class NoLedger:
+class NoLedger(Ledger):
     """Rows as they end."""
 
     def __init__(self) -> None:
@@ -74,7 +75,7 @@ class NoLedger:
 
     async def reserve(self, row: Any) -> None: ...
 
-    def settle(self, row: Any, usage: Any, timings: Any, reason: str) -> None:
+    def settle(self, row: Any, usage: Any, timings: Any, reason: str, **_: Any) -> None:
         self.settled.append(usage.prompt_tokens)
 
     def refund(self, row: Any, reason: str) -> None:
