@@ -23,6 +23,7 @@ from bench.harness.child import ROOT
 from bench.harness.daemon import FITTED, MODEL, fetch_model
 from eval import head_answers, head_prompts
 from fleetd.engine.cpu import products
+from fleetd.models import digest as digests
 from fleetd.models.weights import HEAD_NAME
 
 if TYPE_CHECKING:  # needs MLX, which is set up first
@@ -86,7 +87,7 @@ def _fitted(folder: Path, tokens: int, recipe: Recipe) -> Path:
         print(f"epoch {epoch + 1}: loss {mean:.3f}, held-out drafts right {right}", flush=True)
 
     head_training.trained(head, model, answers, recipe, kept / "epoch.safetensors", told)
-    head_training.save(head, kept / HEAD_NAME)
+    head_training.save(head, kept / HEAD_NAME, digests.remembered_weights(MODEL.resolve(), None))
     return kept / HEAD_NAME
 
 

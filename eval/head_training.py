@@ -28,6 +28,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from eval.head_answers import Answers
 from eval.head_prompts import KINDS, Kind
 from fleetd.engine.heads.mtp_head import MtpHead
+from fleetd.models.heads import TARGET
 
 
 class Recipe(msgspec.Struct, frozen=True):
@@ -318,11 +319,13 @@ def _draft_tokens(head: MtpHead) -> mx.array:
     return head.draft_tokens
 
 
-def save(head: MtpHead, file: Path) -> None:
-    """Write a head as a model's folder has it. The rows of the model's own output head are not written."""
+def save(head: MtpHead, file: Path, target: str = "") -> None:
+    """Write a head as a model's folder has it. The rows of the model's own output head are not written.
+    ``target``: the digest of the model's weights, for which alone it is read then; "" for any that fit."""
     named = {
         f"mtp.{name}": array.astype(mx.float16)
         for name, array in tree_flatten(head.parameters())
         if not name.startswith("lm_head.")
     }
-    mx.save_safetensors(str(file), {**named, "mtp.draft_tokens": _draft_tokens(head)}, {"format": "mlx"})
+    notes = {"format": "mlx"} | ({TARGET: target} if target else {})
+    mx.save_safetensors(str(file), {**named, "mtp.draft_tokens": _draft_tokens(head)}, notes)

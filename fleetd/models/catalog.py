@@ -69,6 +69,9 @@ class CatalogEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draft: str = ""
     # The repository on the hub of an MTP head that others made for it; "" if none is known.
     head: str = ""
+    # The commit of that repository, and the SHA-256 of its weights in hex; "" if they could not be looked up.
+    head_revision: str = ""
+    head_sha256: str = ""
     # What of the entry was found elsewhere, or that it was run with fleetd. ``docs/catalog.md`` names where.
     checked: Checked = ""
 
@@ -150,6 +153,11 @@ def wheels() -> dict[str, Wheel]:
 def find(name: str) -> CatalogEntry | None:
     """The entry with this name, alias or hub id; letter case does not matter."""
     return _by_name().get(name.lower())
+
+
+def of_head(repository: str) -> CatalogEntry | None:
+    """The entry that names this repository as that of its head; letter case does not matter."""
+    return next((entry for entry in entries() if entry.head.lower() == repository.lower() != ""), None)
 
 
 def tier_of(memory_bytes: int) -> Tier:

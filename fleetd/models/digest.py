@@ -15,7 +15,7 @@ import msgspec
 from fleetd.errors import ModelCorrupt
 from fleetd.models import manifest
 from fleetd.models.folder import ModelFolder
-from fleetd.models.weights import weight_files
+from fleetd.models.weights import HEAD_NAME, weight_files
 
 #: The files that say how the weights are computed with.
 CONFIGS = frozenset({"config.json", "generation_config.json"})
@@ -67,7 +67,19 @@ def digest(folder: ModelFolder, record: Path) -> ModelDigest:
 
 def remembered(path: Path, record: Path | None) -> str:
     """The digest of a model folder, or "" if a file had to be hashed; ``record`` as for ``records``."""
-    files = manifest.part_files(path)
+    found = _remembered(path, record)
+    return "" if found is None else found.hex
+
+
+def remembered_weights(path: Path, record: Path | None) -> str:
+    """The digest of a folder's weights alone, or "" if a file had to be hashed."""
+    found = _remembered(path, record)
+    return "" if found is None else found.weights
+
+
+def _remembered(path: Path, record: Path | None) -> ModelDigest | None:
+    # A head beside the weights may come and go: it decides no number of the model.
+    files = [file for file in manifest.part_files(path) if file.name != HEAD_NAME]
     for file in (record, own_manifest(path, record)):
         try:
             known = manifest.load(file) if file is not None else None
@@ -75,8 +87,8 @@ def remembered(path: Path, record: Path | None) -> str:
             continue
         found = {f.name: known.files[f.name] for f in files if f.name in known.files} if known else {}
         if found and all(f.name in found and found[f.name].matches(f.stat()) for f in files):
-            return of_records(found, frozenset(weight.name for weight in weight_files(path))).hex
-    return ""
+            return of_records(found, frozenset(weight.name for weight in weight_files(path)))
+    return None
 
 
 def own_manifest(path: Path, record: Path | None) -> Path | None:

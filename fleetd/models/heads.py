@@ -14,11 +14,14 @@ from typing import Any
 
 import msgspec
 
-from fleetd.models.safetensors_header import TensorInfo, read_header
+from fleetd.errors import ModelUnsupported
+from fleetd.models.safetensors_header import TensorInfo, read_header, read_notes
 from fleetd.models.weights import HEAD_NAME, weight_files
 
 # What a layer's tensors begin with in ``MtpHead``.
 LAYER = "layers.0."
+# What a head's file says in its metadata of the model that it was made for: ``ModelDigest.weights``.
+TARGET = "fleetd.target"
 # Rows of keys and values that a head keeps of an answer at most.
 ROWS = 2048
 
@@ -82,6 +85,22 @@ def sidecar(path: Path) -> Path | None:
     """The file of a head beside the weights in a folder; None if there is none."""
     file = path / HEAD_NAME
     return file if file.is_file() else None
+
+
+def check_target(path: Path, weights_digest: str) -> None:
+    """Refuse a head beside the weights that says it was made for other weights than those of this digest
+    (``ModelDigest.weights``; "" if that is not known). Most heads say nothing of it.
+
+    Raises ModelUnsupported; ModelCorrupt, OSError.
+    """
+    if (file := sidecar(path)) is None or not weights_digest:
+        return
+    target = read_notes(file).get(TARGET, "")
+    if target not in ("", weights_digest):
+        raise ModelUnsupported(
+            f"{file.name} was made for weights with the digest {target[:12]}…; this model's have "
+            f"{weights_digest[:12]}…."
+        )
 
 
 def head_file(path: Path, config: Mapping[str, Any]) -> str:

@@ -69,6 +69,15 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return parse(raw, size, str(file))
 
 
+def read_notes(file: Path) -> dict[str, str]:
+    """What a file says of itself besides its tensors (``__metadata__``). Raises ModelCorrupt."""
+    read_header(file)
+    with BufferedReader(open_regular(file)) as stream:
+        (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
+        notes: dict[str, str] = json.loads(stream.read(length)).get("__metadata__", {})
+    return notes
+
+
 def header_length(head: bytes, file_bytes: int, what: str) -> int:
     """The length of the JSON in bytes, by the first 8 bytes of a file, checked. Raises ModelCorrupt."""
     if len(head) < _LENGTH.size:

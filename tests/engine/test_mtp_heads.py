@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import chain_model
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -21,6 +23,7 @@ from speculating import GREEDY, Run
 
 from fleetd import limits
 from fleetd.engine.cpu.packed_layers import PackedLinear, weights_bytes
+from fleetd.engine.heads.drafter_files import read_drafter
 from fleetd.engine.heads.head_files import read_head
 from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.load import loading
@@ -31,6 +34,9 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.speculation import hidden_source, mtp_source
 from fleetd.engine.speculation.mtp_source import MtpSource, WorkerHead
 from fleetd.errors import ModelCorrupt, ModelUnsupported
+from fleetd.models import digest as digests
+from fleetd.models.folder import read_folder
+from fleetd.models.heads import TARGET
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 PROMPT = [(7 * i + 3) % 64 for i in range(30)]
@@ -378,3 +384,73 @@ def test_a_damaged_sidecar_is_damage_of_the_model(folder: Path) -> None:
     (folder / "mtp.safetensors").write_bytes(b"no tensors at all")
     with pytest.raises(ModelCorrupt, match=r"mtp\.safetensors"):
         loaded(folder)
+
+
+# ---- heads in folders of their own, and what heads say of their model ------------------------------------
+
+
+def lone(folder: Path, head: MtpHead, prefix: str = "", **config: Any) -> Path:
+    """A head as it is published by itself: with the config of the text model that it was taken from."""
+    folder.mkdir()
+    text = {"hidden_size": head.width, "num_hidden_layers": 4, "vocab_size": VOCAB, **config}
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_5_mtp", "text_config": text}))
+    tensors = {f"{prefix}{name}": array for name, array in tree_flatten(head.parameters())}
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("prefix", ["", "mtp."])
+@pytest.mark.parametrize("less_by_one", [False, True])
+def test_a_head_in_a_folder_of_its_own_is_read(
+    family: str, prefix: str, tmp_path: Path, *, less_by_one: bool
+) -> None:
+    model = tiny_architectures.tiny(family)
+    head, written = MtpHead(model), MtpHead(model)
+    written.load_weights(tree_flatten(head.parameters()))
+    # Only families whose norms mlx-lm shifts are published with such that are less by one.
+    if less_by_one and family == "qwen3_5":
+        norms = [(n, a - 1) for n, a in tree_flatten(head.parameters()) if a.ndim == 1 and "norm" in n]
+        written.load_weights(norms, strict=False)
+    found = read_drafter(lone(tmp_path / "head", written, prefix), model)
+    assert isinstance(found, MtpHead)
+    ours, theirs = dict(tree_flatten(head.parameters())), dict(tree_flatten(found.parameters()))
+    assert ours.keys() == theirs.keys()
+    assert all(mx.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size"])
+def test_a_head_that_names_another_shape_is_refused(name: str, tmp_path: Path) -> None:
+    model = tiny_architectures.tiny("llama")
+    folder = lone(tmp_path / "head", MtpHead(model), **{name: 7})
+    with pytest.raises(ModelUnsupported, match=f"made for a model with {name} 7"):
+        read_drafter(folder, model)
+
+
+def test_a_head_in_a_folder_of_its_own_drafts_if_the_settings_name_it(folder: Path, tmp_path: Path) -> None:
+    model, _ = load_model(folder)
+    right = right_head(model)
+    drafter = lone(tmp_path / "head", right, num_hidden_layers=2, vocab_size=chain_model.HIDDEN)
+    found = loaded(folder, drafter=str(drafter))
+    assert found.facts.draft_head.startswith("mtp: ")
+    with pytest.raises(ModelUnsupported, match="drafts for another model"):
+        loaded(drafter)
+
+
+@pytest.mark.parametrize("made_for", ["these", "others", ""])
+def test_a_head_that_says_it_was_made_for_other_weights_is_not_used(folder: Path, made_for: str) -> None:
+    """Of the same shape; heads that say nothing are judged by their drafts."""
+    record = folder.parent / "record.json"
+    own = digests.digest(read_folder(folder, name="m", source="folder", revision=None), record).weights
+    target = {"these": own, "others": "0" * 64, "": ""}[made_for]
+    model, _ = load_model(folder)
+    head = MtpHead(model)
+    tensors = {f"mtp.{name}": array for name, array in tree_flatten(head.parameters())}
+    notes = {"format": "mlx"} | ({TARGET: target} if target else {})
+    mx.save_safetensors(str(folder / "mtp.safetensors"), tensors, metadata=notes)
+    found = loaded(folder, record=str(record))
+    if made_for == "others":
+        assert found.head is None
+        assert "off: mtp.safetensors was made for weights with the digest 0000" in found.facts.draft_head
+    else:
+        assert found.facts.draft_head.startswith("mtp: ")

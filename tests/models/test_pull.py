@@ -598,3 +598,58 @@ def test_every_typed_error_survives_the_process_boundary() -> None:
 
     error = from_code("disk_full", "a", hint="b")
     assert (type(error), error.message, error.hint) == (DiskFull, "a", "b")
+
+
+# ---- Heads -----------------------------------------------------------------------------------------------
+
+MTP_ID = "org/tiny-MTP"
+
+
+@pytest.fixture
+def head_on_the_hub(hub: Hub) -> bytes:
+    """A head in a repository of its own, which has no tokenizer; its weights."""
+    config = {**json.loads(hub.models[HUB_ID]["config.json"]), "model_type": "qwen3_5_mtp"}
+    weights = hub.models[HUB_ID]["model.safetensors"]
+    hub.models[MTP_ID] = {"config.json": json.dumps(config).encode(), "model.safetensors": weights}
+    return weights
+
+
+def named_by_the_catalog(monkeypatch: pytest.MonkeyPatch, **digests: str) -> None:
+    entry = msgspec.structs.replace(catalog.entries()[0], head=MTP_ID, **digests)
+    monkeypatch.setattr(catalog, "entries", lambda: (entry,))
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_head_that_the_catalog_names_arrives_at_its_commit(
+    store: ModelStore, hub: Hub, head_on_the_hub: bytes, monkeypatch: pytest.MonkeyPatch, *, known: bool
+) -> None:
+    """With its digest, or without one where none could be looked up: then the commit that came is kept."""
+    digests = {"head_revision": COMMIT, "head_sha256": hashlib.sha256(head_on_the_hub).hexdigest()}
+    named_by_the_catalog(monkeypatch, **(digests if known else {}))
+    assert pull.pull(MTP_ID, store, lambda progress: None) == MTP_ID
+    folder = store.resolve(MTP_ID)
+    assert folder.revision == COMMIT
+    assert (folder.path / "model.safetensors").read_bytes() == head_on_the_hub
+    verify(folder.path)
+    # What is changed afterwards is found before it is read.
+    (folder.path / "model.safetensors").write_bytes(head_on_the_hub[:-1] + b"x")
+    with pytest.raises(ModelCorrupt, match=r"model\.safetensors has changed since it was installed"):
+        verify(folder.path)
+
+
+def test_a_head_of_another_digest_than_the_catalog_s_is_refused_by_name(
+    store: ModelStore, hub: Hub, head_on_the_hub: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named_by_the_catalog(monkeypatch, head_sha256="ab" * 32)
+    with pytest.raises(ModelRefused, match=r"model\.safetensors of org/tiny-MTP has the SHA-256 .*abababab"):
+        pull.pull(MTP_ID, store, lambda progress: None)
+    assert not store.needs_pull(HUB_ID) or store.needs_pull(MTP_ID)
+    # Nothing of it was fetched.
+    assert "model.safetensors" not in {name for name, _ in hub.asked}
+
+
+def test_digests_of_heads_in_the_catalog_are_whole() -> None:
+    for entry in catalog.entries():
+        assert len(entry.head_sha256) in (0, 64)
+        assert len(entry.head_revision) in (0, 40)
+        assert entry.head or not (entry.head_sha256 or entry.head_revision)

@@ -14,7 +14,8 @@ from fleetd.engine.cpu.packed_layers import table_rows
 from fleetd.engine.heads.assistant import Assistant, AssistantConfig
 from fleetd.engine.heads.block_config import BlockConfig
 from fleetd.engine.heads.block_drafter import BlockDrafter
-from fleetd.engine.heads.head_files import packing
+from fleetd.engine.heads.head_files import packing, read_lone_head
+from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.layers.stage import Stage
 from fleetd.errors import ModelUnsupported
 from fleetd.models.drafter_kinds import drafter_kind
@@ -28,7 +29,7 @@ _UNUSED = ("embed_tokens.", "lm_head.", "confidence_head.")
 _BARE = ("predecessor_codebook", "successor_codebook")
 
 
-def read_drafter(folder: Path, model: Any) -> BlockDrafter | Assistant:
+def read_drafter(folder: Path, model: Any) -> BlockDrafter | Assistant | MtpHead:
     """The drafter in ``folder``, its weights not read yet.
 
     Args:
@@ -48,6 +49,9 @@ def read_drafter(folder: Path, model: Any) -> BlockDrafter | Assistant:
             case "assistant":
                 drafter = Assistant(model, msgspec.convert(config, AssistantConfig))
                 weights = _as_assistant(_tensors(folder), drafter)
+            case "mtp":
+                _check_head(config, model)
+                return read_lone_head(folder, model)
             case None:
                 raise ModelUnsupported(f"{folder.name} is no drafter for hidden states.")
         nn.quantize(drafter, class_predicate=lambda name, module: packing(name, module, weights))
@@ -61,6 +65,20 @@ def _block_drafter(config: Mapping[str, Any], model: Any) -> BlockDrafter:
     stage, shape = Stage.of(model), BlockConfig.of(config)
     shape.check_fits(stage.hidden_width, stage.total, table_rows(stage.weights.embed_tokens))
     return BlockDrafter(model, shape)
+
+
+def _check_head(config: Mapping[str, Any], model: Any) -> None:
+    """Raises ValueError if the config of a lone head names another model's shape. Heads carry the config of
+    the text model that they were taken from."""
+    text, stage = {**config, **(config.get("text_config") or {})}, Stage.of(model)
+    own = {
+        "hidden_size": stage.hidden_width,
+        "num_hidden_layers": stage.total,
+        "vocab_size": table_rows(stage.weights.embed_tokens),
+    }
+    for name, value in own.items():
+        if text.get(name, value) != value:
+            raise ValueError(f"it was made for a model with {name} {text[name]}; this one has {value}")
 
 
 def _tensors(folder: Path) -> dict[str, mx.array]:

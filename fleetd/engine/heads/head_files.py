@@ -24,6 +24,8 @@ from fleetd.models.weights import weight_files
 _NORM_SUFFIX = ".input_layernorm.weight"
 
 
+# Norms begin as 1, and stay near it; less by one they stay near 0. And a convolution as publishers have it.
+_RAW_NORM, _RAW_CONVOLUTION = 0.5, (8, 1, 4)
 # Copies of the model's own embedding and output head, which some publishers add.
 _COPIES = ("shared_head.head.", "embed_tokens.")
 
@@ -51,6 +53,21 @@ def read_head(folder: Path, model: Any) -> MtpHead | None:
                     f"Its tensors are not those of a head of this model: {error}"
                 ) from error
     return None
+
+
+def read_lone_head(folder: Path, model: Any) -> MtpHead:
+    """The head that is all of a folder's weights, read by ``read_drafter``; raises as that.
+
+    Its tensors have Qwen's names, with or without ``mtp.``. Some of those who took them out of a publisher's
+    files left the norms less by one, as they are there; others did not. The norms themselves tell.
+    """
+    found = dict(_tensors(weight_files(folder), re.compile("")))
+    tensors = {name.removeprefix("mtp."): array for name, array in found.items()}
+    norms = [array for name, array in tensors.items() if array.ndim == 1 and "norm" in name]
+    if not norms:
+        raise ValueError("it has no norms")
+    raw = float(mx.mean(mx.concatenate([norm.astype(mx.float32) for norm in norms]))) < _RAW_NORM
+    return _made(model, FAMILIES[0], tensors, mx.zeros(_RAW_CONVOLUTION) if raw else None)
 
 
 def _made(model: Any, family: HeadNames, tensors: dict[str, mx.array], witness: mx.array | None) -> MtpHead:

@@ -48,7 +48,9 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import ModelCorrupt, ModelRefused, ModelUnsupported, OutOfMemory
 from fleetd.hardware import memory, mlx_device
 from fleetd.hardware.device_facts import DeviceFacts
+from fleetd.models import digest as digests
 from fleetd.models.drafter_kinds import drafter_kind
+from fleetd.models.heads import check_target
 from fleetd.models.memory_need import (
     TOKEN_TABLES,
     WeightRules,
@@ -280,13 +282,15 @@ def _lazy_head(settings: WorkerSettings, place: Path, model: Any) -> tuple[Hidde
             return _over_machines(read_drafter(Path(settings.drafter), model), settings), why
         except (ModelCorrupt, ModelRefused, ModelUnsupported) as error:
             why = f"off: {error.message}"[: limits.CARD_TEXT_CHARS]
+    record = Path(settings.record) if settings.record else None
     try:
+        check_target(place, digests.remembered_weights(Path(settings.path), record))
         return read_head(place, model), why
     except (ModelCorrupt, ModelUnsupported) as error:
         return None, why or f"off: {error.message}"[: limits.CARD_TEXT_CHARS]
 
 
-def _over_machines(drafter: BlockDrafter | Assistant, settings: WorkerSettings) -> BlockDrafter | Assistant:
+def _over_machines(drafter: HiddenDrafter, settings: WorkerSettings) -> HiddenDrafter:
     """``drafter``, if what it reads can be had. Raises ModelUnsupported."""
     if settings.group and isinstance(drafter, Assistant):
         raise ModelUnsupported("It reads keys and values that are on another machine.")

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from fleetd import limits
-from fleetd.errors import DownloadFailed, ModelCorrupt, ModelNotFound, ModelUnsupported
+from fleetd.errors import DownloadFailed, ModelCorrupt, ModelNotFound, ModelRefused, ModelUnsupported
 from fleetd.models import install, manifest, names
 from fleetd.models.opening import open_regular
 from fleetd.models.pull import hub_gguf
@@ -51,12 +51,20 @@ class RemoteFile(msgspec.Struct, frozen=True):
 
 
 def pull_hub(
-    hub_id: str, revision: str | None, name: str, folder: str, models_dir: Path, report: Report
+    hub_id: str,
+    revision: str | None,
+    name: str,
+    folder: str,
+    models_dir: Path,
+    report: Report,
+    *,
+    sha256: str = "",
 ) -> Path:
     """Install a model of the hub. The caller holds the lock.
 
     Args:
         revision: the commit to take; None means the one that ``main`` names at the first attempt.
+        sha256: what the catalog says of its weights, in hex; "" if it says nothing.
 
     Raises:
         ModelNotFound, ModelUnsupported, DownloadFailed, DiskFull, ModelCorrupt, ModelRefused
@@ -65,6 +73,7 @@ def pull_hub(
     with install.clean_on_full_disk(models_dir, staged):
         with typed_failures(hub_id):
             commit, files = _listing(hub_id, revision, staged)
+        _refuse_others(hub_id, files, sha256)
         install.resume(staged, commit, [file.name for file in files])
         total = sum(file.size_bytes for file in files)
         is_gguf = files[0].name.lower().endswith(_GGUF)
@@ -138,6 +147,18 @@ def _listing(hub_id: str, revision: str | None, staged: Path) -> tuple[str, list
         f"{hub_id} has no safetensors weights that fleetd reads ({WEIGHTS_PATTERN}), and no GGUF file.",
         hint="Look for a copy under mlx-community.",
     )
+
+
+def _refuse_others(hub_id: str, files: Sequence[RemoteFile], sha256: str) -> None:
+    """Raises ModelRefused if the weights are not those of ``sha256``, if it is not "". What arrives is held
+    against what is listed."""
+    for file in files:
+        if sha256 and fnmatch.fnmatchcase(file.name, WEIGHTS_PATTERN) and file.sha256 != sha256:
+            raise ModelRefused(
+                f"{file.name} of {hub_id} has the SHA-256 {(file.sha256 or 'of no file')[:12]}…; the catalog "
+                f"names {sha256[:12]}….",
+                hint="The repository was changed since. Update fleetd, or take another drafter.",
+            )
 
 
 def _remote_files(siblings: list[Any], patterns: Sequence[str]) -> list[RemoteFile]:

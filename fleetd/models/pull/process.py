@@ -54,7 +54,10 @@ def pull(ref: str, store: ModelStore, report: Report) -> str:
             if hub_id is None:
                 raise ModelNotFound(f"The catalog does not say where {ref} comes from.", hint="Report this.")
             name = entry.name if entry is not None else ref
-            pull_hub(hub_id, entry.revision if entry is not None else None, name, folder, models_dir, report)
+            revision, sha256 = entry.revision if entry is not None else None, ""
+            if entry is None and (drafted := catalog.of_head(ref)) is not None:
+                revision, sha256 = drafted.head_revision or None, drafted.head_sha256
+            pull_hub(hub_id, revision, name, folder, models_dir, report, sha256=sha256)
     return store.resolve(ref).name
 
 
