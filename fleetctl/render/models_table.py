@@ -23,6 +23,7 @@ _GROUPS = {
     "together": "FITS ON SEVERAL TOGETHER",
     "none": "TOO LARGE",
 }
+_HEADS = {"head": "own head", "sidecar": "head beside it"}
 _WORDS = {"chat": "chat", "coding": "coding", "draft": "drafts"}
 # A remark that is cut shorter than this tells nothing.
 _REMARK_CHARS = 16
@@ -145,8 +146,14 @@ def _installed(models: ModelListing, width: int | None, on: str) -> Iterable[str
             text = f"{one_line(model.name)} answers without {unused}: fuse it first, with mlx_lm.fuse."
             yield wrapped(text, width)
         if model.drafter_off:
-            why = one_line(model.drafter_off)
-            yield wrapped(f"The head of {one_line(model.name)} does not draft: {why}.", width)
+            why, name = one_line(model.drafter_off).removesuffix("."), one_line(model.name)
+            which = one_line(model.drafter)
+            head = (
+                f"The head of {name} does not draft"
+                if which in _HEADS
+                else f"{which} does not draft for {name}"
+            )
+            yield wrapped(f"{head}: {why}.", width)
     if models.unlisted:
         yield f"Not listed: {len(models.unlisted)} more. `fleetctl doctor` says why."
 
@@ -220,8 +227,8 @@ def _roles(model: InstalledModel | OfferedModel) -> str:
 
 def _drafter(model: InstalledModel) -> str:
     """What drafts for a model besides its own text."""
-    said = {"head": "own head", "sidecar": "head beside it", "": "-"}.get(model.drafter)
-    return f"{said or one_line(model.drafter)}{', off' if model.drafter_off else ''}"
+    said = _HEADS.get(model.drafter) or one_line(model.drafter) or "-"
+    return f"{said}{', off' if model.drafter_off else ''}"
 
 
 def _state(model: InstalledModel) -> str:

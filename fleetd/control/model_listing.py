@@ -55,9 +55,10 @@ class InstalledModel(msgspec.Struct, frozen=True):
     # Files in its folder that look as if they belonged to it, and are not used.
     ignored: list[str] = []
     # What drafts for it besides its own text: "head", in its files; "sidecar", a head in a file beside them;
-    # the name of the model that the settings name; "" if nothing does.
+    # the name of the model that the settings name; "" if nothing does. One that reads hidden states goes
+    # before a head of the model's own.
     drafter: str = ""
-    # Why that does not draft, as a sentence; "" if it does, or if the model is not loaded.
+    # Why that does not draft, and what does instead; "" if it does, or if the model is not loaded.
     drafter_off: str = ""
 
 

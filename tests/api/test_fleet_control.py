@@ -25,7 +25,7 @@ from api_fakes import (
     services,
     status,
 )
-from fakes import FakeModels, FakePool, FakePullStep
+from fakes import FakeFolder, FakeModels, FakePool, FakePullStep
 from msgspec.structs import replace
 
 from fleetd import errors, limits
@@ -171,6 +171,29 @@ async def test_a_listing_tells_what_drafts_for_a_model_and_why_it_does_not(
     engines = [replace(each, draft_head="off: it is another model's") for each in daemon.status.engines]
     daemon.status = replace(daemon.status, engines=engines)
     assert await drafter() == ("sidecar", "it is another model's")
+
+
+async def test_a_drafter_that_reads_hidden_states_goes_before_a_models_own_head(
+    daemon: ControlledDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is listed as what it is."""
+    monkeypatch.setattr(heads, "head_file", lambda path, config: "mtp.safetensors")
+    name = "org/Tiny-DFlash"
+    daemon.models.found = [FakeFolder(MODEL), FakeFolder(name, config={"dflash_config": {}})]
+    daemon.settings = SettingsView([SettingView("speculation.draft_model", name)])
+
+    async def drafter(said: str) -> tuple[str, str]:
+        engines = [replace(each, draft_head=said) for each in daemon.status.engines]
+        daemon.status = replace(daemon.status, engines=engines)
+        first, *_, last = (await daemon.get("/fleet/v1/models"))["installed"]
+        assert (last["roles"], last["drafter"]) == (["draft"], "")
+        return first["drafter"], first["drafter_off"]
+
+    assert await drafter("") == (name, "")
+    assert await drafter("dflash: 4.0 ms for 7 tokens") == (name, "")
+    assert await drafter("off: it was made for another model") == (name, "it was made for another model")
+    own = "mtp: 0.5 ms a token. off: it was made for another model"
+    assert await drafter(own) == (name, "it was made for another model; the model's own head does")
 
 
 async def test_the_hub_is_searched_by_name_and_what_fits_comes_first(daemon: ControlledDaemon) -> None:

@@ -663,11 +663,20 @@ def test_models_tell_what_drafts_for_them_and_why_a_head_does_not(run: Run, daem
         {"name": "one", "drafter": "head"},
         {"name": "two", "drafter": "sidecar", "drafter_off": "it is another model's"},
         {"name": "three", "drafter": "qwen3-0.6b"},
+        {
+            "name": "four",
+            "drafter": "a-DFlash",
+            "drafter_off": "its layers are others; the model's own head does",
+        },
+        {"name": "five"},
     ]
     daemon.on("GET", "/fleet/v1/models", Reply({"installed": installed}))
     shown = run("models", home=daemon.home).stdout
     for words in ("own head", "head beside it, off", "qwen3-0.6b", "two does not draft: it is another"):
         assert words in " ".join(shown.split())
+    assert "a-DFlash does not draft for four: its layers are others;" in " ".join(shown.split())
+    assert "five" in shown
+    assert "for five" not in shown
 
 
 def test_a_model_of_the_hub_is_judged_by_what_the_hub_tells(run: Run, daemon: FakeDaemon) -> None:

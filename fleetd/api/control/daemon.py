@@ -31,6 +31,7 @@ from fleetd.engine.protocol import Ready
 from fleetd.errors import InvalidValue, ModelCorrupt
 from fleetd.models import catalog, file_threads, heads
 from fleetd.models.catalog import CatalogEntry
+from fleetd.models.drafter_kinds import drafter_kind
 from fleetd.models.folder import ModelFolder
 from fleetd.models.names import is_name
 from fleetd.models.weights import HEAD_NAME, unused_files
@@ -89,7 +90,7 @@ def _listing(
     ]
     unlisted = [UnlistedModel(str(each.path), each.reason) for each in services.models.unlisted()]
     return ModelListing(
-        installed=_installed(services, folders, loaded, facts, fits, _Drafters.of(services, status)),
+        installed=_installed(services, folders, loaded, facts, fits, _Drafters.of(services, status, folders)),
         catalog=offered({folder.name for folder in folders}, rooms),
         memory_reason=rooms.memory_reason,
         memory=status.memory,
@@ -102,31 +103,42 @@ def _listing(
 class _Drafters(msgspec.Struct, frozen=True):
     """What drafts for the models here."""
 
-    # The model that the settings name; "" for none.
+    # The model that the settings name; "" for none. ``reads``: it drafts from hidden states, in the worker of
+    # each model and in place of the model's own head.
     model: str
-    # What loaded models say of their heads, by their names.
+    reads: bool
+    # What loaded models say of what drafts from their hidden states, by their names.
     heads: Mapping[str, str]
 
     @classmethod
-    def of(cls, services: Services, status: DaemonStatus) -> _Drafters:
+    def of(cls, services: Services, status: DaemonStatus, folders: Sequence[ModelFolder]) -> _Drafters:
         """Reads the settings' file."""
         values = {setting.key: setting.value for setting in services.settings().settings}
-        return cls(
-            str(values.get("speculation.draft_model") or ""),
-            {engine.model: engine.draft_head for engine in status.engines},
-        )
+        model = str(values.get("speculation.draft_model") or "")
+        reads = any(each.name == model and drafter_kind(each.config) is not None for each in folders)
+        return cls(model, reads, {engine.model: engine.draft_head for engine in status.engines})
 
     def for_model(self, folder: ModelFolder) -> tuple[str, str]:
         """``drafter`` and ``drafter_off`` of an InstalledModel."""
+        if folder.purpose != "chat" or drafter_kind(folder.config) is not None:
+            return "", ""
+        own, said = self._own_head(folder), self.heads.get(folder.name, "")
+        # Behind a head that drafts stands why the drafter that goes before it does not.
+        does, _, off = said.partition("off: ")
+        if self.reads:
+            return self.model, f"{off}; the model's own head does" if does and off else off
+        if own:
+            return own, off
+        return ("" if self.model == folder.name else self.model), ""
+
+    @staticmethod
+    def _own_head(folder: ModelFolder) -> str:
+        """ "head", in a model's files, "sidecar", beside them, or ""."""
         try:
             file = heads.head_file(folder.path, folder.config)
         except (ModelCorrupt, OSError):
-            file = ""
-        if not file:
-            return ("" if self.model == folder.name else self.model), ""
-        said = self.heads.get(folder.name, "")
-        off = said.removeprefix("off: ") if said.startswith("off: ") else ""
-        return "sidecar" if file == HEAD_NAME else "head", off
+            return ""
+        return ("sidecar" if file == HEAD_NAME else "head") if file else ""
 
 
 def _installed(
@@ -152,7 +164,7 @@ def _installed(
                 architecture=folder.architecture,
                 weights_bytes=folder.weights_bytes,
                 context_tokens=folder.context_tokens,
-                roles=list(entry.roles) if entry is not None else [folder.purpose],
+                roles=list(entry.roles) if entry is not None else [_use(folder)],
                 path=str(folder.path),
                 loaded=folder.name in loaded,
                 pinned=folder.name in services.pinned.names,
@@ -165,6 +177,11 @@ def _installed(
             )
         )
     return found
+
+
+def _use(folder: ModelFolder) -> str:
+    """What a model is good for that is not in the catalog."""
+    return folder.purpose if drafter_kind(folder.config) is None else "draft"
 
 
 async def search(request: web.Request) -> web.StreamResponse:
