@@ -21,7 +21,8 @@ makers publish figures of coding agents.
 *Tools* is how the model writes tool calls, by the name of the format's parser; *grammar*: it
 [is told how](http.md#tools-by-grammar). *Thinks*: it can reason before it answers.
 *Draft* is the smallest model with the same vocabulary, whose drafts the model can verify,
-and a repository with an MTP head, if one is known ([speculation.md](speculation.md));
+and a repository with an MTP head, if one is known, with the digest of its file, if that could be looked up
+([speculation.md](speculation.md#mtp-heads));
 a compressor may be of any family.
 
 *Type* is `model_type` in the config; [Models that machines can share](models.md) says what each can do.
@@ -67,7 +68,7 @@ def _row(entry: CatalogEntry) -> str:
     memory_gb = entry.memory_bytes / 1e9
     memory = f"{memory_gb:.2g} GB" if memory_gb < 10 else f"{memory_gb:.0f} GB"
     tools = f"`{entry.tools}`" if entry.tools else of_entry(entry).shown_tools or "none"
-    drafts = ([f"`{entry.draft}`"] if entry.draft else []) + ([f"head `{entry.head}`"] if entry.head else [])
+    drafts = ([f"`{entry.draft}`"] if entry.draft else []) + ([_head(entry)] if entry.head else [])
     repository = f"`{entry.hub_id}`" if entry.hub_id else "in a Python package"
     cells = [
         f"`{entry.name}`",
@@ -83,6 +84,11 @@ def _row(entry: CatalogEntry) -> str:
         entry.checked or "not checked",
     ]
     return f"| {' | '.join(cells)} | {entry.note} |"
+
+
+def _head(entry: CatalogEntry) -> str:
+    digest = f"SHA-256 `{entry.head_sha256[:12]}…`" if entry.head_sha256 else "digest not known"
+    return f"head `{entry.head}` ({digest})"
 
 
 if __name__ == "__main__":
