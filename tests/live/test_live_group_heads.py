@@ -44,6 +44,9 @@ def pair(
         fleet.until_usable()
         for name in (RIGHT, RANDOM):
             fleet.until_has("alpha", "beta", name)
+            # Until a machine has hashed its own files, it does not know whether others have the same.
+            assert fleet["alpha"].fleetctl("models", "verify", name).returncode == 0
+            fleet.until_has("beta", "alpha", name)
         yield fleet
 
 
