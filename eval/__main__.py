@@ -73,7 +73,7 @@ LAYERS = (2, 4, 6, 8, 10, 12, 14, 16, 20)
 # Lengths of long texts, and texts of each kind in a run without names: the longest ones take hours.
 LONG_TEXTS = {4000: 2, 16_000: 1, 32_000: 0, 64_000: 0, 128_000: 0}
 # The same of texts that nobody asks about.
-UNASKED_TEXTS = {4000: 1}
+UNASKED_TEXTS = {1500: 2, 4000: 1}
 # Tasks of each kind that are answered with other arithmetic, and their length.
 SHARED_TASKS, QUICK_SHARED_TASKS, SHARED_TOKENS = 8, 1, 1000
 # In a run without names.

@@ -36,7 +36,7 @@ FORMS = ("scores", "BM25", "the end", "random")
 # Of texts that nobody asks about. Facts of other kinds are rows of records like all the others.
 UNASKED_KINDS = ("one needle", "one key of forty", "four values of a key", "variables passed on")
 UNASKED_RATIOS = (0.5, 0.3, 0.1)
-UNASKED_FORMS = ("surprise", "the last tokens ask", "rare words", "the end", "random")
+UNASKED_FORMS = ("surprise", "rare words", "the end", "random")
 THIRDS = ("front", "middle", "back")
 _CHUNK_TOKENS = 512
 
@@ -178,15 +178,12 @@ def measured_unasked(scorer: TextScorer, text: LongText, passes: int, into: dict
     document = Document.of_text(text.text, asks=False)
     surprise = scorer.unasked(document, passes)
     seconds = time.monotonic() - began_s
-    # The text's own end as the question: what a scorer does that is told of none.
-    last = scorer.scores([document], passes)[0]
     facts = sorted({fact for asked in text.asked for fact in asked.facts})
     for index, (ratio, kept) in enumerate(into.items()):
         kept.questions += 1
         kept.seconds += seconds
         chosen = {
             "surprise": forms.unasked(document, surprise, ratio),
-            "the last tokens ask": forms.unasked(document, last, ratio),
             "rare words": forms.unasked(document, rare_words(document.text, surprise), ratio),
             "the end": forms.truncated(document, ratio),
             "random": forms.at_random(document, ratio, index),

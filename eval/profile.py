@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,8 +111,9 @@ def _price(folder: Path) -> None:
         )
 
 
+@cache
 def loaded(folder: Path) -> Loaded:
-    """An installed model, loaded into this process as a worker loads it."""
+    """An installed model, loaded into this process as a worker loads it, once."""
     products.preload_blas()
     from fleetd.engine import worker
     from fleetd.engine.cpu import mlx_functions

@@ -115,9 +115,9 @@ _UNASKED = """\
 ## Without a question
 
 Facts that selection keeps, word for word, of texts that nobody asks about (`without_question`): all of the
-facts that may be asked for later count. *surprise* keeps what the model did not expect. *The last tokens
-ask* is the attention of the text's own end. *Rare words* looks at no model: only at how often a word stands
-in the text. *ratio* is the share of the tokens that may be kept."""
+facts that may be asked for later count. *surprise* keeps what the model did not expect, as smart
+prefill does. *Rare words* needs no model: it looks at how often a word stands in the text. *ratio* is the
+share of the tokens that may be kept."""
 
 _ROUNDED = """\
 ## What other arithmetic costs

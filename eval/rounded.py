@@ -163,7 +163,9 @@ def of_kind(folder: Path, kind: str, tokens: int, seeds: Sequence[int]) -> Round
 @cache
 def _two(folder: Path) -> TwoArithmetics:
     from eval.profile import loaded
-    from fleetd.engine.layers.stage import Stage
 
     model = loaded(folder)
+    # Only now: libraries are loaded before MLX is.
+    from fleetd.engine.layers.stage import Stage
+
     return TwoArithmetics(Stage.of(model.model), model.search.tokenizer)
