@@ -133,7 +133,7 @@ def _story(trace: Trace) -> Iterable[tuple[str, str]]:
 
 
 def _texts(trace: Trace, work: TextsWork) -> Iterable[tuple[str, str]]:
-    """Of a request for vectors or scores: which machine computed how much of it."""
+    """Facts of a request for vectors or scores: which machine computed how much of it."""
     what = "document" if work.route == "rerank" else "text"
     yield f"{what}s", f"{count(work.texts)}, {count(trace.prompt_tokens)} tokens"
     yield "plan", one_line(trace.chosen.kind)

@@ -56,7 +56,7 @@ class VectorTask:
 
     @property
     def results(self) -> list[bytes]:
-        """In the order of the texts, once it is over."""
+        """The results in the order of the texts, once it is over."""
         return [self._results[index] for index in range(len(self.asked.rows))]
 
     def take_texts(self, most_tokens: int) -> list[int]:

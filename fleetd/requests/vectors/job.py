@@ -81,12 +81,12 @@ class VectorJob:
 
     @property
     def finished(self) -> list[MachineRun]:
-        """Of the machines that have computed some of it."""
+        """The work of the machines that have computed some of it."""
         return [run for run in self.ran.values() if run.texts]
 
     @property
     def lost(self) -> list[MachineRun]:
-        """Of the machines that failed it."""
+        """The work of the machines that failed it."""
         return [run for run in self.ran.values() if run.lost is not None]
 
     @property
