@@ -118,8 +118,8 @@ class ModelSettings(msgspec.Struct, frozen=True):
         list[str],
         Meta(
             description="Models whose keys and values are held quantised, each as NAME=8 or NAME=4 (bits): "
-            "a context takes about half or a third of its memory. Answers change, hardly in 8 bits and clearly "
-            "in 4."
+            "a context takes about half or a third of its memory. Answers change, hardly in 8 bits and "
+            "clearly in 4."
         ),
     ] = []
 
