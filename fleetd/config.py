@@ -295,7 +295,7 @@ class SmartPrefillSettings(msgspec.Struct, frozen=True):
     ] = False
     compressor_model: Annotated[
         str,
-        Meta(max_length=200, description='The model that scores prompts; "" is the smallest suitable one.'),
+        Meta(max_length=200, description='The model that scores; "" is the cheapest that finds enough.'),
     ] = ""
     target_ratio: Annotated[
         float,

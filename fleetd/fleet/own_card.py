@@ -94,6 +94,8 @@ class CardMaker:
         self._profiles = profiles or ProfileStore()
         # Model → whether it can score, as its last worker or a stored profile says.
         self._scoring: dict[str, str] = {}
+        # Model → what its profile finds.
+        self._recall: dict[str, float] = {}
         self._monotonic = monotonic
         # Worker → its process id and the speed that is recorded already.
         self._seeded: dict[str, tuple[int | None, MeasuredSpeed]] = {}
@@ -237,6 +239,7 @@ class CardMaker:
         """Take over whether a profile is known under its digest, which is returned. Reads files."""
         if digest and (profile := self._profiles.find(digest)) is not None:
             self._scoring.setdefault(folder.name, "ready" if profile.heads else "unable")
+            self._recall[folder.name] = profile.recall
         return digest
 
     def _seed(self, engines: Iterable[EngineStatus]) -> None:
@@ -307,6 +310,7 @@ class CardMaker:
             else "",
             arithmetic=self._arithmetic.get(folder.name, ""),
             scoring=self._scoring.get(folder.name, ""),
+            scoring_recall=self._recall.get(folder.name, 0.0),
             exactness=engine.speculation[: limits.CARD_TEXT_CHARS] if engine and state == "loaded" else "",
             load_s=two_digits(self._load_times.seconds(folder.name, folder.weights_bytes)),
         )

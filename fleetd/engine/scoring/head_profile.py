@@ -173,4 +173,5 @@ class Profiling:
         """The profile, once it is ``finished``. It has no heads if they find too little for scoring."""
         found = settled(self.curve())
         heads = found.heads if found.found >= LEAST_FOUND else []
-        return Profile(heads, found.exit_layer, self.rotated, self.tap.stage.total)
+        recall = round(found.found, 3)
+        return Profile(heads, found.exit_layer, self.rotated, self.tap.stage.total, recall)

@@ -19,12 +19,12 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.engine.protocol import Profile
 from fleetd.storage.cached_results import CachedResult
-from fleetd.text.bounded import Natural
+from fleetd.text.bounded import Natural, Share
 from fleetd.text.decoding import from_json
 
 SHIPPED = "shipped_profiles.json"
 # Goes up with whatever makes another profile of the same model.
-ALGORITHM = 1
+ALGORITHM = 2
 # About how many tokens a search computes, over the layers that it tries.
 SEARCH_TOKENS = 6000
 DEVICES = ("cpu", "metal", "cuda")
@@ -40,14 +40,15 @@ class StoredProfile(msgspec.Struct, frozen=True):
     exit_layer: Natural
     rotated: bool
     layers: Natural
+    recall: Share = 0.0
 
     @classmethod
     def of(cls, found: Profile) -> StoredProfile:
-        return cls(found.heads, found.exit_layer, found.rotated, found.layers)
+        return cls(found.heads, found.exit_layer, found.rotated, found.layers, found.recall)
 
     @property
     def profile(self) -> Profile:
-        return Profile(self.heads, self.exit_layer, self.rotated, self.layers)
+        return Profile(self.heads, self.exit_layer, self.rotated, self.layers, self.recall)
 
 
 class ShippedProfile(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from fleetd import limits
 from fleetd.control.model_facts import Count, Layers, MeasuredSpeed, ModelShape, Text
 from fleetd.errors import ProtocolError
 from fleetd.p2p.message_reader import reader
-from fleetd.text.bounded import Rate
+from fleetd.text.bounded import Rate, Share
 
 State = Literal["installed", "loading", "loaded"]
 # Requests go to loaded models first, so a card that is too large keeps those.
@@ -63,6 +63,8 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     # "ready" if prompts can be scored with it at once, "unable" if they never can; "unmeasured" or "" before
     # that is known.
     scoring: Text = ""
+    # ``Profile.recall`` of what scores with it there; 0 if it is not known.
+    scoring_recall: Share = 0.0
 
     @property
     def prefix_tokens(self) -> int:

@@ -3,9 +3,10 @@
 models, cards, speeds ──find──► the one compressor, and the machines that have it, cheapest first
 outcome of a prompt ───learn──► machines left out for a while; measured speeds for the next price
 
-A compressor that is asked for by name is taken. Otherwise it is the smallest model with the role
-"compressor", or, if no machine has one, the smallest chat model that is clearly smaller than the model that
-answers. Only a model whose profile is known scores; one that has none yet is measured once its machine has
+A compressor that is asked for by name is taken. Otherwise models with the role "compressor" are looked at,
+or, if no machine has one, chat models that are clearly smaller than the model that answers: of those that
+find about as much as the best one, by the search for their profiles, the cheapest scores. Only a model whose
+profile is known scores; one that has none yet is measured once its machine has
 nothing else to do, and the prompt is read whole meanwhile.
 """
 
@@ -44,18 +45,23 @@ from fleetd.requests.smart_prefill.skip import SkipCompression
 
 # A chat model scores only for models at least this many times its size.
 _CLEARLY_LARGER = 4
+# A model whose recall is no more than this below another's finds as much: a search asks few questions.
+_ABOUT = 0.1
 # Layers, and the width of hidden states, of a typical compressor, for machines that never measured one.
 _LAYERS, _WIDTH = 30, 1024
 
 
 class ModelHolder(msgspec.Struct, frozen=True):
     """A machine, and a model on it. ``folder``: here; None on another machine. ``search_tokens``: about how
-    many of them are left of the search for its profile, 0 if that is known."""
+    many of them are left of the search for its profile, 0 if that is known. ``recall``: as the profile has
+    it. ``price_s``: seconds that the machine takes to score a text of usual length with it."""
 
     member: Member
     model: ModelCard
     folder: ModelFolder | None = None
     search_tokens: int = 0
+    recall: float = 0.0
+    price_s: float = 0.0
 
     @property
     def key(self) -> str:
@@ -103,7 +109,8 @@ class Scorers:
         """
         named = policy.compressor_model
         folders = await file_threads.look(self._models.installed)
-        found = await file_threads.look(self._known_of, self._holders(folders, local_only))
+        known = await file_threads.look(self._known_of, self._holders(folders, local_only))
+        found = [replace(each, price_s=self._scorer(each).seconds(planner.AROUND_TOKENS)) for each in known]
         holders = choose(named, [holder for holder in found if not holder.search_tokens], target_bytes)
         if not holders and (unmeasured := choose(named, found, target_bytes)):
             raise self._measured_later(unmeasured)
@@ -127,9 +134,10 @@ class Scorers:
             profile = self._known.find(holder.model.digest) or self._profiles.get(holder.key)
             if profile is not None and profile.heads:
                 self._profiles[holder.key] = profile
-                found.append(holder if not holder.search_tokens else replace(holder, search_tokens=0))
+                recall = profile.recall or holder.model.scoring_recall
+                found.append(replace(holder, search_tokens=0, recall=recall))
             elif profile is None and holder.model.scoring != "unable":
-                found.append(holder)
+                found.append(replace(holder, recall=holder.model.scoring_recall))
         return found
 
     def _measured_later(self, holders: Sequence[ModelHolder]) -> SkipCompression:
@@ -300,13 +308,15 @@ def choose(named: str, found: Sequence[ModelHolder], target_bytes: int) -> list[
             if "chat" in holder.model.roles
             and 0 < holder.model.shape.weights_bytes * _CLEARLY_LARGER <= target_bytes
         ]
+    most = max((holder.recall for holder in able), default=0.0)
+    about = [holder for holder in able if holder.recall >= most - _ABOUT]
 
-    def order(holder: ModelHolder) -> tuple[int, str, bool, str]:
+    def order(holder: ModelHolder) -> tuple[float, int, str, bool, str]:
         # If files differ that have one name, those on this machine are meant.
-        model = holder.model
-        return model.shape.weights_bytes, model.name, not holder.member.here, model.digest
+        model, price_s = holder.model, 0.0 if named else holder.price_s
+        return price_s, model.shape.weights_bytes, model.name, not holder.member.here, model.digest
 
-    best = min(able, key=order, default=None)
+    best = min(about, key=order, default=None)
     if best is None:
         return []
     return [
