@@ -32,6 +32,7 @@ from fleetd import limits
 from fleetd.control.model_facts import StateSizes
 from fleetd.engine import worker
 from fleetd.engine.cpu import address_space, packed_layers, products
+from fleetd.engine.cpu.arithmetic import BLOCKS, Kernel
 from fleetd.engine.load import loading, model_reading, stage_loading
 from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.prompt import chat_template
@@ -228,8 +229,13 @@ def test_bounds_that_overlap_end_with_the_last_one() -> None:
 
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 64), (8, 32), (3, 128), (0, 0)])
-def test_headers_tell_what_a_model_takes_in_memory(tmp_path: Path, bits: int, group: int) -> None:
-    """As the model itself says it once it is built."""
+def test_headers_tell_what_a_model_takes_in_memory(
+    tmp_path: Path, bits: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the model itself says it once it is built, on a processor whose kernels of any block are exact. One
+    where the largest blocks are not takes more scales, and its worker counts them when it loads."""
+    exact = tuple(Kernel(each, block, 1) for each in (4, 8) for block in BLOCKS)
+    monkeypatch.setattr(packed_layers, "kernels", lambda: exact)
     model = tiny("llama")
     if bits:
         nn.quantize(model, group if group <= 128 else 64, bits)

@@ -180,7 +180,7 @@ def test_after_tries_that_are_too_short_it_finishes(pair: TurnedPair, kind: str,
 def test_a_prompt_that_is_read_here_goes_on_where_it_was(pair: TurnedPair, kept: list[int] | None) -> None:
     fields: dict[str, Any] = {"shared": False} | ({} if kept is None else {"kept": kept})
     begins = []
-    for number in range(4):
+    for number in range(3):
         pair.ask(f"try {number}", **fields)
         for _ in range(3):
             pair.turn()

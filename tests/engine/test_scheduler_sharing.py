@@ -167,7 +167,9 @@ def test_assists_are_bounded_and_end_without_their_streams(parts: tuple[Any, Any
     assert [type(event) for event in bench.of("one")] == [Accepted, Failed]
     assert bench.of("three", Failed)[0].code == "overloaded"
     # Half of the layers: half of the memory.
-    assert bench.scheduler.budget.used_bytes == limits.ASSISTS * 399 * 1024 // 2
+    half = parts[2].layout.kept_bytes(SPLIT.layers_of(0), 399)
+    assert half == parts[2].layout.kept_bytes(range(SPLIT.layers), 399) // 2
+    assert bench.scheduler.budget.used_bytes == limits.ASSISTS * half
     bench.scheduler.tell(Cancel("two"))
     while not bench.of("two", Finished):
         bench.turn()

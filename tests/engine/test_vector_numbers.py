@@ -196,7 +196,7 @@ def test_a_vector_is_shortened_to_its_first_numbers_and_one_unit_long_again(tmp_
     )
     asked = model.read(EmbedTexts("a", ["abc"], dimensions=8))
     whole = numbers(model.results(asked.rows)[0])
-    told = model.report(asked, 0, model.results(asked.rows))
+    told = model.report(asked, model.results(asked.rows))
     assert (told.width, told.tokens) == (8, [5])
     assert np.allclose(numbers(told.vectors), reference.unit(whole[:8]), atol=1e-7)
 
@@ -238,7 +238,7 @@ def test_a_sequence_classifier_scores_pairs_as_its_formula_does(kind: str, tmp_p
     expected = [1 / (1 + np.exp(-reference.classified(kind, weights, each[0]))) for each in states]
     order = sorted(range(4), key=lambda index: len(texts[index]))
     told = dict(zip(order, model.results([asked.rows[index] for index in order]), strict=True))
-    scores = model.report(asked, 0, [told[index] for index in range(4)]).scores
+    scores = model.report(asked, [told[index] for index in range(4)]).scores
     assert np.allclose(scores, expected, atol=1e-6)
     assert scores[0] == scores[3]
 
