@@ -104,7 +104,9 @@ def test_a_load_says_how_far_each_machine_is(pair: LiveFleet) -> None:
     body = {"model": SMOL, "placement": OVER, "stream": True}
     with pair["alpha"].control_events("/fleet/v1/models/load", body) as events:
         told += events
-    assert told[-1] == {"done": True, "name": SMOL}
+    done = told[-1]
+    assert (done["done"], done["name"], done["split"]) == (True, SMOL, "layers")
+    assert "9 num_attention_heads cannot be divided" in done["why"]
     of_beta = [step["members"][0] for step in told if step.get("members")]
     engine = front(pair)
     share = of_beta[-1]["total_bytes"]

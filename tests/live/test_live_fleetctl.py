@@ -69,11 +69,10 @@ def conversation(live: LiveDaemon) -> Iterator[pexpect.spawn]:
 def test_the_second_turn_is_computed_on_top_of_the_first(conversation: pexpect.spawn) -> None:
     conversation.expect(READY)
     conversation.send("What is 2+2?\r")
-    conversation.expect("The answer to this classic math problem is 4.")
+    # What it answers depends on the processor's kernels, where they round otherwise.
     conversation.expect("prompt tokens")
     conversation.expect(READY)
     conversation.send("What is 3+3?\r")
-    conversation.expect("The answer to this classic math problem is 6.")
     conversation.expect(r"(\d+) prompt tokens \((\d+) cached\)")
     prompt, cached = map(int, conversation.match.groups())
     # All of the first turn but the mark that ends its answer.
