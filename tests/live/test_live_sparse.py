@@ -78,6 +78,8 @@ def test_the_next_turn_of_a_sparse_conversation_finds_the_first_one(
 ) -> None:
     """And the answers of one request share its prefill."""
     body = asked(smart_prefill=WANTED, n=2)
+    # A text that no other test has had read sparsely.
+    body["messages"][1]["content"] = haystack(113, 37)
     headers, first = post(live, "/v1/chat/completions", body)
     assert first["smart_prefill"]["mode"] == "sparse", first["smart_prefill"]
     kept = int(headers["x-smartprefill-compressed-tokens"])
