@@ -149,8 +149,8 @@ class Parking(msgspec.Struct, frozen=True):
 
 
 class SmartPlan(msgspec.Struct, frozen=True):
-    """``predicted_s`` = ``score_s`` + ``reload_s`` + ``prefill_s``, to compare with ``dense_s``, which is 0 if
-    unknown. ``score_s`` has the load of what scores in it.
+    """``predicted_s`` = ``score_s`` + ``reload_s`` + ``prefill_s``, to compare with ``dense_s``, which is 0
+    if unknown. ``score_s`` has the load of what scores in it.
 
     The plan is worth it if ``code`` is ""; otherwise ``code`` says why not, and ``reason`` gives the figures.
     """
