@@ -255,6 +255,8 @@ def ways_in_front(plan: SmartPlan, kept: Sequence[OptionView]) -> list[OptionVie
     Only the best one if smart prefill does not pay.
     """
     smart, _ = smart_options(plan)
+    # Ways without a price are closed; those of a machine that has too little room now, for one.
+    kept = [way for way in kept if way.predicted_s is not None]
     if not kept or not plan.parts:
         return [msgspec.structs.replace(smart, chosen=plan.worth_it)]
     found = [
@@ -265,7 +267,6 @@ def ways_in_front(plan: SmartPlan, kept: Sequence[OptionView]) -> list[OptionVie
             reason=plan.reason or way.reason,
         )
         for way in kept
-        if way.predicted_s is not None
     ]
     return found if plan.worth_it else found[:1]
 

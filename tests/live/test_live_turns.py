@@ -35,6 +35,8 @@ def narrow(
     """It has the default model, and that once more with a context that the longer prompts here exceed."""
     folder = live_models / TELLER
     shutil.copytree(embedded_model.path, folder)
+    # It has checksums of the files as they were.
+    (folder / "fleetd-manifest.json").unlink(missing_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
     yield make_daemon(**ROOM)
@@ -75,11 +77,11 @@ def body(lines: int, at: int, **fields: Any) -> dict[str, Any]:
 
 
 def test_what_scores_and_what_answers_take_turns_in_a_memory_that_holds_one(narrow: LiveDaemon) -> None:
-    narrow.control("POST", "/fleet/v1/models/load", {"model": TELLER})
+    loaded = narrow.control("POST", "/fleet/v1/models/load", {"model": TELLER})
+    assert "error" not in loaded, loaded
 
     def measured() -> bool:
         view = narrow.control("POST", "/fleet/v1/plan", {"model": TELLER, "tokens": 700, "smart": 0.15})
-        assert "options" in view, narrow.log.read_text()[-3000:]
         return any("place of the model that answers" in option["reason"] for option in view["options"])
 
     # A plan prices the loads: for a short prompt they take longer than reading it.
@@ -106,13 +108,16 @@ def test_what_scores_and_what_answers_take_turns_in_a_memory_that_holds_one(narr
     assert "48213" in reply["choices"][0]["message"]["content"]
     assert [models for models in seen if models] == [{SMOL}, {TELLER}]
 
-    def told() -> list[str]:
+    def told() -> list[dict[str, Any]]:
         traces = narrow.control("GET", "/fleet/v1/traces?last=10")["traces"]
-        return [trace["parked"] for trace in traces if trace["parked"]]
+        return [trace for trace in traces if trace["parked"]]
 
     until(lambda: len(told()) == 2)
-    assert f"gave way to {TELLER}" in told()[0]
-    assert "parked" in narrow.fleetctl("trace").stdout
+    for trace in told():
+        assert f"scored and gave way to {TELLER}" in trace["parked"]
+        assert "loaded after scoring" in {step["name"] for step in trace["steps"]}
+        page = narrow.fleetctl("trace", trace["id"]).stdout
+        assert "do not fit together" in page, page
 
     # A short prompt is read whole, and nothing gives way for it.
     with watched(narrow) as seen:
