@@ -144,7 +144,7 @@ class Parking(msgspec.Struct, frozen=True):
 
     @property
     def added_s(self) -> float:
-        """Of the second load, what reading the whole prompt would not take."""
+        """Seconds of the second load that reading the whole prompt would not take."""
         return 0.0 if self.needed else self.target_s
 
 

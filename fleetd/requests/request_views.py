@@ -176,9 +176,10 @@ def _parked(request: Request) -> str:
     if result is None or result.parked is None:
         return ""
     loads, model = result.parked, request.model.name
+    scored = ", scored and" if result.used else " and"
     return (
         f"{result.compressor} and {model} do not fit together: {result.compressor} was loaded in "
-        f"{loads.scorer_s:.1f} s, scored and gave way to {model}, which was loaded in {loads.model_s:.1f} s."
+        f"{loads.scorer_s:.1f} s{scored} gave way to {model}, which was loaded in {loads.model_s:.1f} s."
     )
 
 

@@ -1,4 +1,4 @@
-"""A real daemon whose memory holds one of two models: the one that scores gives way to the one that answers."""
+"""A real daemon whose memory holds one of two models: one scores and gives way to the one that answers."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class _WantedLayers(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Turns:
-    """Of two models that do not fit together, one is used and then gives way. ``allowed``: the one model that
+    """Two models do not fit together: one is used and then gives way. ``allowed``: the one model that
     may be loaded now, "" if none; ``changed`` is set at each change, the end included."""
 
     allowed: str

@@ -221,7 +221,7 @@ class SmartPrefill(PipelineStep):
 
     async def _scored_first(self, job: Job, target: AnsweringModel, compression: CompressionJob) -> bool:
         """True if the prompt is to be scored before the model that answers is loaded, as the memory does not
-        hold both. Its tokens are not counted then. Raises SkipCompression."""
+        hold both. Its tokens are not counted then."""
         folder, policy = compression.target, compression.policy
         if folder is None or self._pool.loading_engine(folder) is not None:
             return False
@@ -232,7 +232,10 @@ class SmartPrefill(PipelineStep):
         if policy.mode == "sparse" and form != "sparse":
             return False  # once it is loaded, it may say otherwise
         compression.price = lambda tokens, ratio: self._price(job, target, form, tokens, ratio)
-        plan = (await self.compressing.way(compression)).plan
+        try:
+            plan = (await self.compressing.way(compression)).plan
+        except SkipCompression:
+            return False  # told once its tokens are counted
         return plan.worth_it and plan.parking is not None
 
     async def _count(self, folder: ModelFolder, compression: CompressionJob) -> None:

@@ -46,7 +46,7 @@ from fleetd.requests.smart_prefill.segment_scoring import (
     SegmentScoring,
 )
 from fleetd.requests.smart_prefill.skip import SkipCompression
-from fleetd.requests.smart_prefill.turns import ModelTurns, Turn
+from fleetd.requests.smart_prefill.turns import ModelTurns, TwoModels
 from fleetd.requests.timeline import Span
 
 if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores
@@ -128,7 +128,7 @@ class ScoringWay(msgspec.Struct, frozen=True):
     able: list[Scorer]
     asked: SmartPrefillQuestion
     plan: SmartPlan
-    turn: Turn | None = None
+    turn: TwoModels | None = None
 
 
 @dataclass(slots=True)
@@ -238,7 +238,7 @@ class CompressionService:
                 yield progress
 
     async def _scored_in_turn(
-        self, compression: CompressionJob, way: ScoringWay, remembered: _Remembered, turn: Turn
+        self, compression: CompressionJob, way: ScoringWay, remembered: _Remembered, turn: TwoModels
     ) -> AsyncGenerator[Loading, None]:
         """Score in the memory of the model that answers, and load that one whatever came of it.
 

@@ -23,15 +23,15 @@ from fleetd.plan.scoring import Parking
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One prompt's: ``scorer`` scores it, then ``target`` answers."""
+class TwoModels:
+    """The models of one prompt: ``scorer`` scores it, then ``target`` answers."""
 
     pool: EnginePool
     scorer: ModelFolder
     target: ModelFolder
 
     def scoring(self) -> AbstractAsyncContextManager[None]:
-        """As ``EnginePool.in_turn``."""
+        """Meanwhile the first one may be loaded and used, as ``EnginePool.in_turn`` says."""
         return self.pool.in_turn(self.scorer, self.target)
 
     def loading(self) -> AsyncGenerator[Loading, None]:
@@ -81,5 +81,5 @@ class ModelTurns:
         scorer_s = 0.0 if scores else self._pool.load_s(scorer)
         return Parking(scorer_s, self._pool.load_s(target), needed=not answers)
 
-    def turn(self, scorer: ModelFolder, target: ModelFolder) -> Turn:
-        return Turn(self._pool, scorer, target)
+    def turn(self, scorer: ModelFolder, target: ModelFolder) -> TwoModels:
+        return TwoModels(self._pool, scorer, target)
