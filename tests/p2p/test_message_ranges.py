@@ -42,6 +42,7 @@ OWN = {
     "fleetd.models.copy.send": "daemon and its copying process",
     "fleetd.requests.traces": "the own database",
     "fleetd.p2p.membership.roster_file": "the own disk",
+    "fleetd.text.decoding": "those who call it",
 }
 
 
@@ -166,7 +167,9 @@ def decodes(code: str) -> bool:
     """True if a module decodes MessagePack, by a reader, by ``MessageKinds`` or by itself."""
     calls = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
     names = [ast.unparse(call.func) for call in calls]
-    decoder = re.compile(r"^reader$|\bMessageKinds$|msgpack\.(decode|Decoder)$")
+    decoder = re.compile(
+        r"^(reader|msgpack_decoder|from_msgpack)$|\bMessageKinds$|msgpack\.(decode|Decoder)$"
+    )
     return any(decoder.search(name) for name in names)
 
 
