@@ -486,6 +486,7 @@ async def test_a_daemon_that_keeps_to_itself_plans_for_itself(tmp_path: Path, fa
         facts=lambda name: facts,
         close=_nothing,
         held_bytes=0,
+        kv_bits=lambda name: 0,
         forget_origins=lambda labels: None,
     )
     pool.engine = lambda folder: None
