@@ -19,9 +19,11 @@ from fleetd.engine.protocol import Generate, Loading
 from fleetd.errors import EngineDied, OutOfMemory, Overloaded
 from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.p2p.membership.cards import Card, ModelCard
-from fleetd.plan.scoring import Parking
+from fleetd.plan.costs import PrefillSpeed
+from fleetd.plan.scoring import Parking, Scorer, Segments, SmartPlan
 from fleetd.requests.ledger import Ledger
 from fleetd.requests.metrics import Metrics
+from fleetd.requests.request_views import ways_in_front
 from fleetd.requests.smart_prefill.turns import ModelTurns
 from fleetd.storage.store import Store
 
@@ -268,3 +270,11 @@ async def test_a_plan_prices_the_loads(home: Home, loaded: list[str], again: boo
 def test_the_second_load_counts_once() -> None:
     assert Parking(5.0, 20.0).added_s == 20.0
     assert Parking(5.0, 20.0, needed=True).added_s == 0.0
+
+
+def test_a_plan_whose_ways_are_all_closed_shows_smart_prefill_alone() -> None:
+    own = Scorer("", "this", PrefillSpeed(0.001))
+    plan = SmartPlan((Segments(own, 0.0, 1.0),), 5.0, 9.0)
+    closed = OptionView("local", ["this"], None, code="memory", reason="Too little room.")
+    (shown,) = ways_in_front(plan, [closed])
+    assert (shown.kind, shown.chosen, shown.predicted_s) == ("smart", True, 14.0)
