@@ -93,6 +93,7 @@ from fleetd.requests.smart_prefill.compression_job import CompressionService
 from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
 from fleetd.requests.smart_prefill.server import ScoreServer
+from fleetd.requests.smart_prefill.turns import ModelTurns
 from fleetd.requests.traces import Traces
 from fleetd.requests.vectors import messages as vector_messages
 from fleetd.requests.vectors.machines import VectorMachines
@@ -462,7 +463,12 @@ class DaemonParts:
             monotonic=time.monotonic,
             clock_offset_s=self.members.clock_offset_s,
         )
-        return CompressionService(scoring, scorers, machine.ledger)
+        turns = ModelTurns(
+            machine.pool,
+            lambda: machine.usable_bytes() + WORKING_BYTES,
+            lambda folder: needed_bytes(folder, machine.weight_rules()),
+        )
+        return CompressionService(scoring, scorers, machine.ledger, turns=turns)
 
     def _locator(self) -> ModelLocator:
         models = self.machine.models

@@ -118,6 +118,8 @@ def _story(trace: Trace) -> Iterable[tuple[str, str]]:
     yield "plan", division(trace.chosen)
     if trace.kept_where:
         yield "known", one_line(trace.kept_where)
+    if trace.parked:
+        yield "parked", one_line(trace.parked)
     for sentence in trace.capped:
         yield "not believed", one_line(sentence)
     yield "outcome", _outcome(trace)

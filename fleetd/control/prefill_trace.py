@@ -195,6 +195,8 @@ class Trace(msgspec.Struct, frozen=True):
     summary: str = ""
     # The name of the machine that was asked; "this" elsewhere in this trace.
     machine: str = ""
+    # That the model was not loaded while another one scored the prompt, and what loads took: one sentence.
+    parked: str = ""
     # From the arrival to the first token as planned, to be compared with ``ttft_s``; None if not priced.
     planned_ttft_s: float | None = None
     # The first token came more than half as late again as planned, and more than 100 ms.

@@ -12,12 +12,24 @@ Form = Literal["", "text", "sparse"]
 ScoredBy = Literal["", "by question", "without question"]
 
 
+class ParkedLoads(msgspec.Struct, frozen=True):
+    """The model that answers was not loaded while another one scored, as both do not fit together.
+
+    ``scorer_s``, ``model_s``: seconds that loads took, of what scored, and then of what answers; 0 for one
+    that was loaded already, or was not loaded.
+    """
+
+    scorer_s: float = 0.0
+    model_s: float = 0.0
+
+
 class SmartPrefillResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """``form`` "" says that the prompt is read whole: then ``code`` and ``reason`` say why.
 
     The compressor counts the tokens; of a sparse prompt the engine does, once it has them. ``nodes``: the
     machines that scored; "this" is the one asked. ``score_s``: seconds from the request to the selection.
     ``scored_tokens``: what compressors read, with what is put around segments. ``scored``: "" if nothing was.
+    ``parked``: None if no model gave way.
     """
 
     form: Form = ""
@@ -30,6 +42,7 @@ class SmartPrefillResult(msgspec.Struct, frozen=True, omit_defaults=True):
     code: str = ""
     reason: str = ""
     scored: ScoredBy = ""
+    parked: ParkedLoads | None = None
 
     @property
     def used(self) -> bool:

@@ -8,7 +8,10 @@ If a share q of the prompt is kept, linear work shrinks with q and attention wit
 Several scorers share a prompt by segments. A scorer computes its segment in passes that do not see each
 other, each with the prompt's head and the question around it: attention in one pass over n tokens costs n²,
 in passes of p tokens n · p. Small machines are preferred: large ones are needed for models that only they can
-hold. Pure.
+hold.
+
+If the memory of the machine that answers holds the model that scores or the one that answers, and not both,
+they take turns there, and the loads are part of the price. Pure.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import ADVANTAGE, SHARING
 
-Code = Literal["", "no_scorer", "slower", "margin"]
+Code = Literal["", "no_scorer", "out_of_memory", "slower", "margin"]
 
 # The prompt's head and the question around each pass, in tokens. They are a part of the whole text.
 AROUND_TOKENS = 384
@@ -126,8 +130,27 @@ class Segments(msgspec.Struct, frozen=True):
         return math.ceil(tokens * (self.last - self.first))
 
 
+class Parking(msgspec.Struct, frozen=True):
+    """Loads of two models on this machine, whose memory holds one at a time: the one that scores is loaded,
+    used and gives way to the one that answers.
+
+    ``scorer_s``: to load what scores, 0 if it is loaded. ``target_s``: to load what answers after that;
+    ``needed`` if it is not loaded now, so that reading the whole prompt takes that load too.
+    """
+
+    scorer_s: float
+    target_s: float
+    needed: bool = False
+
+    @property
+    def added_s(self) -> float:
+        """Seconds of the second load that reading the whole prompt would not take."""
+        return 0.0 if self.needed else self.target_s
+
+
 class SmartPlan(msgspec.Struct, frozen=True):
-    """``predicted_s`` = ``score_s`` + ``prefill_s``, to compare with ``dense_s``, which is 0 if unknown.
+    """``predicted_s`` = ``score_s`` + ``reload_s`` + ``prefill_s``, to compare with ``dense_s``, which is 0
+    if unknown. ``score_s`` has the load of what scores in it.
 
     The plan is worth it if ``code`` is ""; otherwise ``code`` says why not, and ``reason`` gives the figures.
     """
@@ -138,10 +161,16 @@ class SmartPlan(msgspec.Struct, frozen=True):
     dense_s: float = 0.0
     code: Code = ""
     reason: str = ""
+    parking: Parking | None = None
+
+    @property
+    def reload_s(self) -> float:
+        """To load the model that answers after the scores, if they take turns."""
+        return self.parking.target_s if self.parking is not None else 0.0
 
     @property
     def predicted_s(self) -> float:
-        return self.score_s + self.prefill_s
+        return self.score_s + self.reload_s + self.prefill_s
 
     @property
     def worth_it(self) -> bool:
@@ -160,11 +189,46 @@ def whole_share(weights_bytes: int, outside_bytes: int) -> float:
     return weights_bytes / layers if layers > 0 else 1.0
 
 
-def plan(asked: SmartPrefillQuestion, scorers: Iterable[Scorer]) -> SmartPlan:
+def plan(
+    asked: SmartPrefillQuestion, scorers: Iterable[Scorer], parking: Parking | str | None = None
+) -> SmartPlan:
     """The best way to score a prompt, and whether it beats a dense prefill.
 
     The order of ``scorers`` changes nothing.
+
+    Args:
+        parking: what scores and what answers do not fit this machine together: the price of taking turns, or
+            why they cannot. None if they fit, or if another machine answers.
     """
+    if parking is None:
+        return _side_by_side(asked, scorers)
+    scorers = list(scorers)
+    elsewhere = _side_by_side(asked, [scorer for scorer in scorers if not scorer.here])
+    own = next((scorer for scorer in scorers if scorer.here), None)
+    if own is None:
+        return elsewhere
+    if isinstance(parking, str):
+        return elsewhere if elsewhere.parts else replace(elsewhere, code="out_of_memory", reason=parking)
+    own = replace(own, load_s=parking.scorer_s)
+    parts = (Segments(own, 0.0, 1.0, own.passes(asked.tokens)),)
+    in_turn = _judged(asked, parts, parts[0].seconds(asked.tokens), parking)
+    # Only figures that are known justify loads: no plan is worth it that was not compared.
+    if asked.target is None:
+        reason = "How fast the model that answers is has not been measured yet, so it does not give way."
+        in_turn = replace(in_turn, code="out_of_memory", reason=reason)
+    if not elsewhere.parts:
+        return in_turn
+    return min(
+        (elsewhere, in_turn), key=lambda each: (not each.worth_it, each.score_s + _added_s(each.parking))
+    )
+
+
+def _added_s(parking: Parking | None) -> float:
+    return 0.0 if parking is None else parking.added_s
+
+
+def _side_by_side(asked: SmartPrefillQuestion, scorers: Iterable[Scorer]) -> SmartPlan:
+    """The best plan with machines of which none has to unload anything."""
     able = sorted(scorers, key=lambda s: (s.seconds(asked.tokens, s.passes(asked.tokens)), s.node_id))
     if not able:
         return SmartPlan(dense_s=asked.dense_s, code="no_scorer", reason="No machine has a compressor.")
@@ -178,23 +242,29 @@ def plan(asked: SmartPrefillQuestion, scorers: Iterable[Scorer]) -> SmartPlan:
     return _judged(asked, parts, score_s)
 
 
-def _judged(asked: SmartPrefillQuestion, parts: tuple[Segments, ...], score_s: float) -> SmartPlan:
+def _judged(
+    asked: SmartPrefillQuestion, parts: tuple[Segments, ...], score_s: float, parking: Parking | None = None
+) -> SmartPlan:
     prefill_s = _prefill_s(asked)
+    smart_s = score_s + _added_s(parking) + prefill_s
     code: Code = ""
     reason = ""
-    measured = all(part.scorer.measured for part in parts)
-    if (
-        measured
-        and asked.target is not None
-        and asked.dense_s > 0
-        and score_s + prefill_s > ADVANTAGE * asked.dense_s
-    ):
-        code = "margin" if score_s + prefill_s <= asked.dense_s else "slower"
+    # A load to find out is cheap unless another model has to give way for it.
+    measured = parking is not None or all(part.scorer.measured for part in parts)
+    if measured and asked.target is not None and asked.dense_s > 0 and smart_s > ADVANTAGE * asked.dense_s:
+        code = "margin" if smart_s <= asked.dense_s else "slower"
+        loads = ""
+        if parking is not None:
+            loads = (
+                f" (with {parking.scorer_s:.2f} s to load what scores, in place of the model that answers)"
+            )
+        if _added_s(parking):
+            loads += f", loading that model again {_added_s(parking):.2f} s"
         reason = (
-            f"Scoring would take {score_s:.2f} s and prefilling {asked.ratio:.0%} of it {prefill_s:.2f} s; "
-            f"all of it takes {asked.dense_s:.2f} s."
+            f"Scoring would take {score_s:.2f} s{loads} and prefilling {asked.ratio:.0%} of it "
+            f"{prefill_s:.2f} s; all of it takes {asked.dense_s:.2f} s."
         )
-    return SmartPlan(parts, score_s, prefill_s, asked.dense_s, code, reason)
+    return SmartPlan(parts, score_s, prefill_s, asked.dense_s, code, reason, parking)
 
 
 def _prefill_s(asked: SmartPrefillQuestion) -> float:

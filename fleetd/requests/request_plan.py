@@ -41,6 +41,9 @@ def plan_of(request: Request) -> RequestPlan:
     there = request.attempt.there
     if smart is not None and request.shortened:
         loads = [step for step in _named(first.steps, request.here, machine) if step.name in _BEFORE]
+        if smart.parking is not None:
+            # The load that the first plan expected comes after the scores.
+            loads = [step for step in loads if step.name != step_names.LOADED]
         reading = _scored(smart, request.here, machine)
         return RequestPlan([*loads, *reading], _sum([*loads, *reading]), first.alone_s)
     if choice is not None:
@@ -68,6 +71,8 @@ def _scored(plan: SmartPlan, here: str, machine: str) -> list[StepView]:
     # They score at the same time.
     scored = [StepView(step_names.SCORED, plan.score_s, machine=name) for name in sorted(scorers)[:1]]
     name = step_names.PREFILLED if machine == here else step_names.COMPUTED
+    if plan.reload_s:
+        scored.append(StepView(step_names.RELOADED, plan.reload_s, machine=here))
     return [*scored, StepView(name, plan.prefill_s, machine=machine)]
 
 

@@ -13,6 +13,7 @@ from fleetd.requests.timeline import Span, overlaid, spans_of, with_details
 
 # Stages of a load that would be read as a phase of the request.
 _STAGES = {"reading": "reading the files", "waiting": "waiting for memory"}
+_LOADS = frozenset((step_names.LOADED, step_names.RELOADED))
 
 
 def timeline(request: Request, ended_s: float) -> Span:
@@ -37,7 +38,7 @@ def _prepared(request: Request) -> Iterator[tuple[str, Span]]:
     """What was loaded and scored before the first attempt."""
     if request.smart is not None:
         for span in request.smart.steps:
-            yield (LOADING if span.name == step_names.LOADED else READING), _by_name(span, request.here)
+            yield (LOADING if span.name in _LOADS else READING), _by_name(span, request.here)
 
 
 def _by_name(span: Span, here: str) -> Span:

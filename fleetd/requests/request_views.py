@@ -118,6 +118,7 @@ def trace_of(request: Request) -> Trace:
         planned_ttft_s=plan.first_s,
         alone_s=plan.alone_s,
         late=missed(ttft_s, plan.first_s),
+        parked=_parked(request),
     )
     return msgspec.structs.replace(trace, summary=summary(trace))
 
@@ -167,6 +168,19 @@ def _why(request: Request) -> tuple[str, str]:
         return attempt.code, attempt.reason
     result = shortening.result
     return (result.code, result.reason) if result.code else shortening.lost_scorer
+
+
+def _parked(request: Request) -> str:
+    """That the model gave way to the one that scored, as a sentence; "" if it did not."""
+    result = request.smart.result if request.smart is not None else None
+    if result is None or result.parked is None:
+        return ""
+    loads, model = result.parked, request.model.name
+    scored = ", scored and" if result.used else " and"
+    return (
+        f"{result.compressor} and {model} do not fit together: {result.compressor} was loaded in "
+        f"{loads.scorer_s:.1f} s{scored} gave way to {model}, which was loaded in {loads.model_s:.1f} s."
+    )
 
 
 def _steps(request: Request, plan: RequestPlan) -> list[TraceStep]:
@@ -220,16 +234,19 @@ def _options(request: Request, smart_plan: SmartPlan | None) -> tuple[OptionView
     return _in_front(smart_plan, chosen), [dense, *(_in_front(smart_plan, way) for way in losers)]
 
 
-def _in_front(plan: SmartPlan, way: OptionView) -> OptionView:
-    """Smart prefill, and then this way to prefill what it keeps."""
+def _in_front(plan: SmartPlan, way: OptionView, *, loaded: bool = True) -> OptionView:
+    """Smart prefill, and then this way to prefill what it keeps. ``loaded``: it does not price the load of
+    the model that answers."""
+    if plan.parking is not None and not loaded:
+        plan = msgspec.structs.replace(plan, parking=msgspec.structs.replace(plan.parking, target_s=0.0))
     smart, _ = smart_options(plan)
     return msgspec.structs.replace(
         way,
         kind="smart",
         prefill=way.kind,
         nodes=[*dict.fromkeys([*smart.nodes[:-1], *way.nodes])],
-        predicted_s=None if way.predicted_s is None else plan.score_s + way.predicted_s,
-        steps=[*smart.steps[:1], *way.steps],
+        predicted_s=None if way.predicted_s is None else plan.score_s + plan.reload_s + way.predicted_s,
+        steps=[*smart.steps[:-1], *way.steps],
     )
 
 
@@ -239,17 +256,18 @@ def ways_in_front(plan: SmartPlan, kept: Sequence[OptionView]) -> list[OptionVie
     Only the best one if smart prefill does not pay.
     """
     smart, _ = smart_options(plan)
+    # Ways without a price are closed; those of a machine that has too little room now, for one.
+    kept = [way for way in kept if way.predicted_s is not None]
     if not kept or not plan.parts:
         return [msgspec.structs.replace(smart, chosen=plan.worth_it)]
     found = [
         msgspec.structs.replace(
-            _in_front(plan, way),
+            _in_front(plan, way, loaded=plan.parking is None or not plan.parking.needed),
             chosen=way.chosen and plan.worth_it,
             code=plan.code or way.code,
             reason=plan.reason or way.reason,
         )
         for way in kept
-        if way.predicted_s is not None
     ]
     return found if plan.worth_it else found[:1]
 
@@ -258,12 +276,15 @@ def smart_options(plan: SmartPlan, *, at: str = THIS_NAME) -> tuple[OptionView, 
     """Scoring and reading the rest; and reading all of it. ``at``: the machine that answers."""
     scorers = [*dict.fromkeys(part.scorer.name for part in plan.parts)]
     others = [name for name in scorers if name != THIS_NAME]
+    load_s = plan.parking.scorer_s if plan.parking is not None else 0.0
     smart = OptionView(
         kind="smart",
         nodes=[*(name for name in scorers if name != at), at],
         predicted_s=plan.predicted_s if plan.parts else None,
         steps=[
-            StepView(step_names.SCORED, plan.score_s, machine=", ".join(others) or THIS_NAME),
+            *([StepView(step_names.LOADED, load_s, machine=THIS_NAME)] if load_s else []),
+            StepView(step_names.SCORED, plan.score_s - load_s, machine=", ".join(others) or THIS_NAME),
+            *([StepView(step_names.RELOADED, plan.reload_s, machine=THIS_NAME)] if plan.reload_s else []),
             # Another machine reads it as any other prompt.
             StepView(
                 step_names.PREFILLED if at == THIS_NAME else step_names.COMPUTED, plan.prefill_s, machine=at

@@ -29,6 +29,7 @@ _PHASE_OF = {
     step_names.QUEUED: WAITING,
     step_names.NETWORK: WAITING,
     step_names.LOADED: LOADING,
+    step_names.RELOADED: LOADING,
     step_names.PULLED: LOADING,
 }
 

@@ -16,7 +16,7 @@ from msgspec import structs
 from fleetd import limits
 from fleetd.api.generation import smart_prefill_reports
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.control.smart_prefill_result import SmartPrefillResult
+from fleetd.control.smart_prefill_result import ParkedLoads, SmartPrefillResult
 from fleetd.engine import protocol as p
 from fleetd.engine.protocol import Event, Loading
 from fleetd.requests.job import LOCAL, Job, Planned
@@ -240,3 +240,12 @@ async def test_prompts_of_one_request_add_up_and_choices_do_not() -> None:
     report = json.loads(text)["smart_prefill"]
     assert (report["original_tokens"], report["compressed_tokens"]) == (2000, 400)
     assert headers["X-SmartPrefill-Original-Tokens"] == "2000"
+
+
+@pytest.mark.parametrize("result", [USED, SKIPPED], ids=["used", "skipped"])
+def test_loads_of_models_that_took_turns_are_told(result: SmartPrefillResult) -> None:
+    parked = structs.replace(result, parked=ParkedLoads(1.239, 3.1))
+    told = "scorer=1.24; model=3.10"
+    assert smart_prefill_reports.headers([parked])["X-SmartPrefill-Parked"] == told
+    assert smart_prefill_reports.sentence(parked).endswith(f"; parked: {told}")
+    assert "X-SmartPrefill-Parked" not in smart_prefill_reports.headers([result])

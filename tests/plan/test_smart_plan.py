@@ -12,9 +12,11 @@ from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
+from fleetd.plan.route import ADVANTAGE
 from fleetd.plan.scoring import (
     AROUND_TOKENS,
     EXIT_SHARE,
+    Parking,
     Scorer,
     SmartPrefillQuestion,
     exit_share,
@@ -216,3 +218,56 @@ def test_parts_tile_the_text_whatever_the_order(
     assert len(found.parts) <= limits.SMART_SCORERS
     assert found.score_s > 0
     assert bool(found.reason) == bool(found.code)
+
+
+# One load of each model in place of the other.
+PARKING = Parking(scorer_s=3.0, target_s=7.0)
+
+
+def test_models_that_take_turns_are_priced_with_both_loads() -> None:
+    beside, found = plan(asked(), [scorer()]), plan(asked(), [scorer(load_s=1.0)], PARKING)
+    assert found.parking == PARKING
+    assert found.score_s == pytest.approx(beside.score_s + 3.0)
+    assert found.predicted_s == pytest.approx(beside.predicted_s + 10.0)
+    assert found.dense_s == beside.dense_s
+
+
+def test_a_load_that_is_needed_anyhow_decides_nothing() -> None:
+    """Dense and smart take it both; what is foretold has it."""
+    beside = plan(asked(), [scorer()])
+    gain_s = ADVANTAGE * beside.dense_s - beside.predicted_s
+    for scorer_s, worth in ((gain_s - 0.01, True), (gain_s + 0.01, False)):
+        found = plan(asked(), [scorer()], Parking(scorer_s, 1e6, needed=True))
+        assert found.worth_it is worth
+        assert found.predicted_s == pytest.approx(beside.predicted_s + scorer_s + 1e6)
+    for target_s, worth in ((gain_s - 0.01, True), (gain_s + 0.01, False)):
+        assert plan(asked(), [scorer()], Parking(0.0, target_s)).worth_it is worth
+
+
+def test_loads_that_take_longer_than_the_prompt_are_declined_with_their_figures() -> None:
+    found = plan(asked(), [scorer()], Parking(55.5, 1e5))
+    assert found.code == "slower"
+    assert "55.50 s to load what scores, in place of the model that answers" in found.reason
+    assert "loading that model again 100000.00 s" in found.reason
+
+
+def test_no_model_gives_way_for_figures_that_nobody_knows() -> None:
+    unknown = plan(SmartPrefillQuestion(N, 0.2, None), [scorer()], PARKING)
+    assert (unknown.worth_it, unknown.code) == (False, "out_of_memory")
+    slow = scorer(speed=PrefillSpeed(1.0), measured=False)
+    assert plan(asked(), [slow], PARKING).code == "slower"
+
+
+def test_another_machine_that_scores_as_soon_spares_the_loads() -> None:
+    other = replace(scorer(), node_id="b" * 52, name="mini", link=LinkSpeed(1e8, 0.001))
+    found = plan(asked(), [scorer(), other], PARKING)
+    assert (found.parking, [part.scorer.name for part in found.parts]) == (None, ["mini"])
+    slow = replace(other, speed=PrefillSpeed(1.0))
+    assert plan(asked(), [scorer(), slow], PARKING).parking == PARKING
+
+
+def test_a_scorer_that_can_have_no_turn_says_why() -> None:
+    found = plan(asked(), [scorer()], "m is pinned.")
+    assert (found.code, found.reason, found.parts) == ("out_of_memory", "m is pinned.", ())
+    other = replace(scorer(), node_id="b" * 52, name="mini", link=LinkSpeed(1e8, 0.001))
+    assert plan(asked(), [scorer(), other], "m is pinned.").worth_it

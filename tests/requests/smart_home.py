@@ -27,6 +27,7 @@ from fleetd.engine.protocol import (
     TextPrompt,
     TokenPrompt,
 )
+from fleetd.p2p.membership.cards import Card
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.ledger import Ledger
@@ -92,11 +93,12 @@ def maker(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., Smart
         profiles: Profiles | None = None,
         pool: ScoringPool | None = None,
         clock: Callable[[], float] = time.monotonic,
+        own_card: Callable[[], Card | None] = lambda: None,
         **fields: Any,
     ) -> SmartHome:
         pool, found, speeds = pool or ScoringPool(**fields), models("m", "smollm2-135m"), ModelSpeeds()
         traces: list[Trace] = []
-        members = Members()
+        members = Members(own_card=own_card)
         scoring = SegmentScoring(pool, None, monotonic=clock)
         scorers = Scorers(pool, found, speeds, members, profiles=profiles or Profiles())
         compressing = CompressionService(scoring, scorers, ledger, monotonic=clock)

@@ -101,10 +101,11 @@ class SmartScorers:
 
     def __init__(self, score_s: float = 1.0) -> None:
         self.scorers = SimpleNamespace(speed_at=lambda node_id, model: PrefillSpeed.measured(100.0))
+        self.turns = None
         self._score_s = score_s
         self.asked: list[Any] = []
 
-    async def options(self, price: Any, policy: SmartPrefillPolicy) -> SmartPlan:
+    async def options(self, price: Any, policy: SmartPrefillPolicy, target: Any = None) -> SmartPlan:
         self.asked.append(price)
         scorer = Scorer("mini", "mini", speed=None)  # type: ignore[arg-type]  # nothing is computed
         return SmartPlan((Segments(scorer, 0.0, 1.0),), self._score_s, 9.0)
@@ -485,6 +486,7 @@ async def test_a_daemon_that_keeps_to_itself_plans_for_itself(tmp_path: Path, fa
         facts=lambda name: facts,
         close=_nothing,
         held_bytes=0,
+        kv_bits=lambda name: 0,
         forget_origins=lambda labels: None,
     )
     pool.engine = lambda folder: None

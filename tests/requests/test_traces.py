@@ -6,6 +6,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from fleetd import limits
@@ -20,7 +21,8 @@ LOSER = OptionView("local", ["this"], 3.0, code="slower", reason="3.0 s here alo
 
 def trace(request_id: str, at_s: float = 1.0) -> Trace:
     steps = [TraceStep("chunk 1", "mini", 0.1, 0.6, 0.5, 1000, 0)]
-    return Trace(request_id, at_s, "m", 1000, 10, CHOSEN, [LOSER], steps, "shared", "equivalent", 1.4, 1.6)
+    told = Trace(request_id, at_s, "m", 1000, 10, CHOSEN, [LOSER], steps, "shared", "equivalent")
+    return replace(told, prefill_s=1.4, ttft_s=1.6)
 
 
 def test_a_trace_comes_back_as_it_was(store: Store) -> None:

@@ -34,6 +34,8 @@ def headers(results: Sequence[SmartPrefillResult]) -> Mapping[str, str]:
             found["X-SmartPrefill-Nodes"] = ",".join(quote(node, safe=" ") for node in used[0].nodes)
         if used[0].scored == "without question":
             found["X-SmartPrefill-Scored"] = used[0].scored
+    if parked := _parked(results):
+        found["X-SmartPrefill-Parked"] = parked
     if skipped:
         found["X-SmartPrefill-Skipped"] = line(skipped)
     return found
@@ -41,13 +43,20 @@ def headers(results: Sequence[SmartPrefillResult]) -> Mapping[str, str]:
 
 def sentence(result: SmartPrefillResult) -> str:
     """The comment in a stream whose headers are already out."""
+    parked = f"; parked: {loads}" if (loads := _parked([result])) else ""
     if not result.used:
-        return f"skipped: {result.skipped}"
+        return f"skipped: {result.skipped}{parked}"
     nodes = f"nodes={','.join(quote(node, safe=' ') for node in result.nodes)}; " if result.nodes else ""
     return (
         f"{result.form}; compressor={quote(result.compressor, safe='/')}; {nodes}"
-        f"tokens={result.compressed_tokens}/{result.original_tokens}"
+        f"tokens={result.compressed_tokens}/{result.original_tokens}{parked}"
     )
+
+
+def _parked(results: Sequence[SmartPrefillResult]) -> str:
+    """What loads took while the model that answers gave way, in seconds; "" if it did not."""
+    loads = next((each.parked for each in results if each.parked is not None), None)
+    return "" if loads is None else f"scorer={loads.scorer_s:.2f}; model={loads.model_s:.2f}"
 
 
 class SmartPrefillReports:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from fleetd.control.smart_prefill_result import ScoredBy
+from fleetd.control.smart_prefill_result import ParkedLoads, ScoredBy
 
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
@@ -89,6 +89,10 @@ class SmartReport(Struct, frozen=True):
     scored: Annotated[
         ScoredBy,
         Meta(description='By what the prompt was scored; "" if nothing was.'),
+    ]
+    parked: Annotated[
+        ParkedLoads | UnsetType,
+        Meta(description="Seconds of loads, if the model gave way to what scored; else absent."),
     ]
     skipped: Annotated[str, Meta(description="Why nothing was left out: a stable code, a colon, a sentence.")]
     settings: Annotated[

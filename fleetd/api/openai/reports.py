@@ -67,6 +67,7 @@ def smart_report(reports: SmartPrefillReports) -> o.SmartReport | UnsetType:
         ),
         score_ms=_ms(slowest.score_s),
         scored=best.scored,
+        parked=next((each.parked for each in found if each.parked is not None), UNSET),
         skipped=next((each.skipped for each in found if not each.used), ""),
         settings=settings,
     )

@@ -92,6 +92,20 @@ class _WantedLayers(msgspec.Struct, frozen=True):
 
 
 @dataclass
+class _Turns:
+    """Two models do not fit together: one is used and then gives way. ``allowed``: the one model that
+    may be loaded now, "" if none; ``changed`` is set at each change, the end included."""
+
+    allowed: str
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def allow(self, name: str) -> None:
+        self.allowed = name
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+
+@dataclass
 class EnginePool:
     """The loaded models by name. One request or several may wait for the same load."""
 
@@ -146,6 +160,11 @@ class EnginePool:
     _measuring: asyncio.Task[None] | None = field(default=None, init=False)
     # Loads a model that is cut anew.
     _cutting: asyncio.Task[None] | None = field(default=None, init=False)
+    # While two models take turns in the memory; and the load of the second one.
+    _turns: _Turns | None = field(default=None, init=False)
+    _second: asyncio.Task[None] | None = field(default=None, init=False)
+    # Set when a claim on a model ends.
+    _let_go: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     # When memory was given back last because the system was short of it; 0 if it is not.
     _relieved_at: float = field(default=0.0, init=False)
 
@@ -628,7 +647,7 @@ class EnginePool:
 
     async def close(self) -> None:
         """End all workers."""
-        for task in (self._measuring, self._cutting):
+        for task in (self._measuring, self._cutting, self._second):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -653,12 +672,98 @@ class EnginePool:
             yield
         finally:
             self._claims[name] -= 1
+            self._let_go.set()
+
+    # ---- in turn ---------------------------------------------------------------------------------------
+
+    def freed_by(self, folder: ModelFolder) -> int:
+        """Bytes of memory that unloading a model would give back."""
+        model = self._models.get(folder.name)
+        return self.held_bytes - self._held_besides(model.first) if model is not None else 0
+
+    def why_stays(self, folder: ModelFolder) -> str:
+        """Why a model cannot be unloaded for a while and loaded again; "" if it can, or is not loaded."""
+        name, model = folder.name, self._models.get(folder.name)
+        if self._turns is not None:
+            return "another model is to be loaded first"
+        if self._in_use(name):
+            return f"{name} is in use"
+        if any(other.first.settings.part_of == name for other in self._models.values()):
+            return f"other machines use layers of {name}"
+        if model is None:
+            return ""
+        if why := self.why_pinned(folder):
+            return why
+        if model.first.settings.group or model.first.settings.ring is not None or len(model.workers) > 1:
+            return f"other machines hold some of {name}"
+        return f"{name} is in use" if model.busy or model.state == "loading" else ""
+
+    def why_pinned(self, folder: ModelFolder) -> str:
+        """Says so of a model that is pinned; "" of others."""
+        return f"{folder.name} is pinned" if folder.name in self.pinned() else ""
+
+    @asynccontextmanager
+    async def in_turn(self, first: ModelFolder, second: ModelFolder) -> AsyncIterator[None]:
+        """Meanwhile ``first`` can be loaded into the memory that ``second`` has or needs: that is unloaded,
+        and no other load begins.
+
+        At the end ``first`` is unloaded once nobody uses it. Then ``second`` begins to load, if it was loaded
+        or all went well; a request for it shares that load. Raises Overloaded, before anything is unloaded,
+        if ``second`` has to stay as it is.
+        """
+        name = second.name
+        if why := self.why_stays(second) or self.why_pinned(first):
+            raise Overloaded(
+                f"{name} and {first.name} cannot take turns: {why}.", hint="Send it again later."
+            )
+        again, stays_s = name in self._models, self._stays_s.get(name)
+        turns = self._turns = _Turns(first.name)
+        try:
+            with self._claim(name):
+                log.info("engine.in_turn", model=first.name, then=name)
+                await self.unload(name)
+                yield
+            again = True
+        finally:
+            # In a task of its own, for a client that leaves must not leave two models behind.
+            self._second = asyncio.create_task(
+                self._second_turn(turns, first, second if again else None, stays_s), name=f"second-{name}"
+            )
+            await asyncio.shield(self._gone(turns, second))
+
+    async def _gone(self, turns: _Turns, second: ModelFolder) -> None:
+        """Until the first model is gone."""
+        while self._turns is turns and turns.allowed != second.name:
+            await turns.changed.wait()
+
+    async def _second_turn(
+        self, turns: _Turns, first: ModelFolder, second: ModelFolder | None, stays_s: float | None
+    ) -> None:
+        try:
+            turns.allow("")
+            while self._in_use(first.name):
+                self._let_go.clear()
+                await self._let_go.wait()
+            await self.unload(first.name)
+            if second is not None:
+                if stays_s is not None:
+                    self._stays_s[second.name] = stays_s
+                turns.allow(second.name)
+                await self.load(second)
+        except FleetError as error:
+            log.warning("engine.not_again", model=first.name, code=error.code, reason=error.message)
+        finally:
+            self._turns = None
+            turns.allow("")
 
     async def _acquire(
         self, wanted: _WantedLayers, *, evict: bool = True
     ) -> AsyncGenerator[Loading | EngineProcess, None]:
         """Yield progress, then the ready engine. Two first requests share one load; idle models make room."""
         while True:
+            while (turns := self._turns) is not None and not self._may_go_on(turns, wanted):
+                yield Loading(f"{WAITING}a model that has to make room")
+                await turns.changed.wait()
             # One load at a time: each looks at the memory that is free, and would count the same bytes.
             while other := self._loading_besides(wanted):
                 yield Loading(f"{WAITING}{other.name} to load")
@@ -680,6 +785,10 @@ class EnginePool:
                 continue
             yield model.first
             return
+
+    def _may_go_on(self, turns: _Turns, wanted: _WantedLayers) -> bool:
+        """True for a model that needs no load, or whose turn it is."""
+        return self._ready(wanted.name) is not None or wanted.name == turns.allowed
 
     def _loading_besides(self, wanted: _WantedLayers) -> LoadedModel | None:
         """Another model whose load is to be over first.

@@ -34,6 +34,8 @@ LATER_CHECK: Final = "check of later tokens"
 RESTORED: Final = "restored from disk"
 # Predicted and measured: another machine sends them.
 FETCHED: Final = "fetched"
+# Predicted and measured: what answers is loaded once what scored has given way to it.
+RELOADED: Final = "loaded after scoring"
 # Smart prefill: a compressor scores the prompt, then what is kept is prefilled.
 SCORED: Final = "scored"
 PREFILLED: Final = "prefilled"

@@ -172,7 +172,9 @@ class SmartPrefill(PipelineStep):
             await asyncio.to_thread(decide_unscored, compression)
             if compression.selection is not None:
                 self._check(job, compression, policy)
-            if target.choice.node_id == THIS_NODE and target.folder is not None:
+            compression.target = self._may_give_way(target)
+            first = compression.selection is None and await self._scored_first(job, target, compression)
+            if target.choice.node_id == THIS_NODE and target.folder is not None and not first:
                 # It has to be loaded anyway, and only then says which forms it takes; and loaded in this
                 # order, it is the compressor for which there may be no room.
                 began_s, loads = self._monotonic(), False
@@ -211,6 +213,30 @@ class SmartPrefill(PipelineStep):
             score_s=self._monotonic() - request.arrived_s,
         )
         request.job = replace(job, request=shortened)
+
+    def _may_give_way(self, target: AnsweringModel) -> ModelFolder | None:
+        """The model that answers, if this machine alone has it: then it may give way to what scores."""
+        here = target.choice.node_id == THIS_NODE and not target.choice.over
+        return target.folder if here and self.compressing.turns is not None else None
+
+    async def _scored_first(self, job: Job, target: AnsweringModel, compression: CompressionJob) -> bool:
+        """True if the prompt is to be scored before the model that answers is loaded, as the memory does not
+        hold both. Its tokens are not counted then."""
+        folder, policy = compression.target, compression.policy
+        if folder is None or self._pool.loading_engine(folder) is not None:
+            return False
+        kept_tokens = int(compression.kept_share * compression.tokens)
+        form = self._form(
+            msgspec.structs.replace(policy, mode="auto"), target, compression.tokens, kept_tokens
+        )
+        if policy.mode == "sparse" and form != "sparse":
+            return False  # once it is loaded, it may say otherwise
+        compression.price = lambda tokens, ratio: self._price(job, target, form, tokens, ratio)
+        try:
+            plan = (await self.compressing.way(compression)).plan
+        except SkipCompression:
+            return False  # told once its tokens are counted
+        return plan.worth_it and plan.parking is not None
 
     async def _count(self, folder: ModelFolder, compression: CompressionJob) -> None:
         """Have the model that answers count the document's tokens: every price follows from them, and an
@@ -298,7 +324,8 @@ class SmartPrefill(PipelineStep):
             form = self._form(policy, target, tokens, int(ratio * tokens))
             ratio = self._computed(form, target, tokens, ratio)
             asked = self._asked(target, form, tokens, view.cached_tokens, ratio)
-            plan = await self.compressing.options(CompressionPrice(asked, weights_bytes), policy)
+            price = CompressionPrice(asked, weights_bytes)
+            plan = await self.compressing.options(price, policy, self._may_give_way(target))
             ways = self._ways(target, *_kept_size(form, tokens, ratio))
             smart = ways_in_front(plan, way_views(ways) if ways is not None else [])
         except SkipCompression as skip:
@@ -342,8 +369,9 @@ class SmartPrefill(PipelineStep):
     def _not_sparse(self, target: AnsweringModel) -> str:
         """Why the model that answers cannot leave tokens out; "" if it can."""
         if target.choice.node_id == THIS_NODE:
-            facts = self._facts(target)
-            return "it is not loaded." if facts is None else facts.sparse
+            if (facts := self._facts(target)) is not None:
+                return facts.sparse
+            return "" if self._tail(target) else "it is not loaded."
         card, _ = self._members.model_at(target.choice.node_id, target.name)
         if card is None or not card.shape.layers:
             return "the machine that answers has not loaded it yet."
@@ -358,8 +386,11 @@ class SmartPrefill(PipelineStep):
         if target.choice.node_id != THIS_NODE:
             card, _ = self._members.model_at(target.choice.node_id, target.name)
             return 0 if card is None else card.shape.sparse_tail
-        facts = self._facts(target)
-        return 0 if facts is None else facts.shape.sparse_tail
+        if (facts := self._facts(target)) is not None:
+            return facts.shape.sparse_tail
+        # What an earlier load has found.
+        earlier = self._members.here().model(target.name)
+        return 0 if earlier is None else earlier.shape.sparse_tail
 
     def _computed(self, form: Form, target: AnsweringModel, tokens: int, ratio: float) -> float:
         """The share of a prompt that is prefilled if ``ratio`` of it is to be kept."""
@@ -453,6 +484,7 @@ def _note(shortening: Shortening, compression: CompressionJob, loaded: list[Span
         compressed_tokens=selection.kept_tokens if selection else 0,
         scored_tokens=compression.scored_tokens,
         scored=compression.scored,
+        parked=compression.parked,
     )
 
 

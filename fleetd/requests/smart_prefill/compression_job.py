@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,12 +26,13 @@ from fleetd.compression.history import Aged, still_serves
 from fleetd.compression.policy import SmartPrefillPolicy, wanted_ratio
 from fleetd.compression.select import forecast, select
 from fleetd.compression.selection import Selection, everything
-from fleetd.control.smart_prefill_result import ScoredBy
+from fleetd.control.smart_prefill_result import ParkedLoads, ScoredBy
 from fleetd.engine.protocol import Loading
-from fleetd.errors import ProtocolError
+from fleetd.errors import FleetError, ProtocolError
+from fleetd.models.folder import ModelFolder
 from fleetd.plan import scoring as planner
 from fleetd.plan.prefill import step_names
-from fleetd.plan.scoring import Scorer, SmartPlan, SmartPrefillQuestion
+from fleetd.plan.scoring import Parking, Scorer, SmartPlan, SmartPrefillQuestion
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.ledger import Ledger
@@ -45,6 +46,7 @@ from fleetd.requests.smart_prefill.segment_scoring import (
     SegmentScoring,
 )
 from fleetd.requests.smart_prefill.skip import SkipCompression
+from fleetd.requests.smart_prefill.turns import ModelTurns, TwoModels
 from fleetd.requests.timeline import Span
 
 if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores
@@ -73,7 +75,8 @@ class CompressionJob:
     when the plan was made.
     Other seconds are from the beginning to the scores, and from there to the selection; ``scored_tokens`` is
     what compressors read for it.
-    ``lost``: code and message of a scorer that gave up while others went on.
+    ``lost``: code and message of a scorer that gave up while others went on. ``target``: the model that
+    answers here, if it may give way to what scores; ``parked``: what that took, None if it did not.
     """
 
     id: str
@@ -95,6 +98,8 @@ class CompressionJob:
     select_s: float = 0.0
     steps: list[Span] = field(default_factory=list)
     lost: tuple[str, str] = ("", "")
+    target: ModelFolder | None = None
+    parked: ParkedLoads | None = None
 
     @property
     def scored(self) -> ScoredBy:
@@ -114,6 +119,18 @@ class CompressionJob:
         self.tokens = tokens
 
 
+class ScoringWay(msgspec.Struct, frozen=True):
+    """Which model scores where, what was ``asked`` of the planner, and its ``plan``. ``find`` looks for
+    ``compressor`` and the machines that are ``able`` again. ``turn``: by the plan's ``parking``."""
+
+    find: Callable[[], Awaitable[tuple[CompressorModel, list[Scorer]]]]
+    compressor: CompressorModel
+    able: list[Scorer]
+    asked: SmartPrefillQuestion
+    plan: SmartPlan
+    turn: TwoModels | None = None
+
+
 @dataclass(slots=True)
 class _Remembered:
     """``failure``: why there are no scores, for the requests that waited for them."""
@@ -125,18 +142,24 @@ class _Remembered:
 
 
 class CompressionService:
+    """Args:
+    turns: how what scores and what answers share a memory that does not hold both; None: neither gives way.
+    """
+
     def __init__(
         self,
         scoring: SegmentScoring,
         scorers: Scorers,
         ledger: Ledger,
         *,
+        turns: ModelTurns | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.scorers = scorers
         self._scoring = scoring
         self._ledger = ledger
+        self.turns = turns
         self._monotonic = monotonic
         self._now = now
         self._remembered: OrderedDict[bytes, _Remembered] = OrderedDict()
@@ -155,14 +178,9 @@ class CompressionService:
     async def score(self, compression: CompressionJob) -> AsyncGenerator[Loading, None]:
         """Do what ``run`` does for a prompt whose selection needs scores."""
         began_s = self._monotonic()
-        tokens, ratio = compression.tokens, compression.kept_share
-        price = compression.price(tokens, ratio) if compression.price else None
-        target_bytes = price.weights_bytes if price else 0
-        asked = price.asked if price else SmartPrefillQuestion(tokens, ratio, None)
-        find = partial(self.scorers.find, compression.policy, target_bytes, compression.local_only)
-        compressor, able = await find()
-        compression.compressor = compressor.name
-        plan = self._plan(compression, asked, able)
+        way = await self.way(compression)
+        compressor = way.compressor
+        plan = self._noted(compression, way.plan)
         unasked = compression.policy.without_question
         key = smart_prompt.key(compression.document, compressor.key, without_question=unasked)
         remembered = self._remember(key)
@@ -173,21 +191,11 @@ class CompressionService:
                 if not plan.worth_it:
                     raise SkipCompression(plan.code, plan.reason)
                 try:
-                    if any(part.scorer.here and part.scorer.load_s for part in plan.parts):
-                        # How fast it scores is known only then.
-                        loading_s = self._monotonic()
-                        async with aclosing(self.scorers.load(compressor)) as loads:
-                            async for progress in loads:
-                                yield progress
-                        load = Span(step_names.LOADED, THIS_NAME, loading_s, self._monotonic())
-                        compression.steps.append(load)
-                        compressor, able = await find()
-                        plan = self._plan(compression, asked, able)
-                        if not plan.worth_it:
-                            raise SkipCompression(plan.code, plan.reason)
-                    async with aclosing(
-                        self._score(compression, compressor, plan, able, remembered)
-                    ) as steps:
+                    if way.turn is not None and plan.parking is not None:
+                        scored = self._scored_in_turn(compression, way, remembered, way.turn)
+                    else:
+                        scored = self._scored(compression, way, remembered)
+                    async with aclosing(scored) as steps:
                         async for progress in steps:
                             yield progress
                 except Exception as error:
@@ -201,17 +209,96 @@ class CompressionService:
         compression.selection = await asyncio.to_thread(_selected, compression, remembered.tokens)
         compression.select_s = self._monotonic() - began_s - compression.score_s
 
-    def _plan(
-        self, compression: CompressionJob, asked: SmartPrefillQuestion, able: Sequence[Scorer]
-    ) -> SmartPlan:
-        plan = compression.plan = planner.plan(asked, able)
+    async def _scored(
+        self, compression: CompressionJob, way: ScoringWay, remembered: _Remembered
+    ) -> AsyncGenerator[Loading, None]:
+        """Load what scores, if need be, and score. Raises SkipCompression, FleetError."""
+        if any(part.scorer.here and part.scorer.load_s for part in way.plan.parts):
+            # How fast it scores is known only then.
+            loading_s = self._monotonic()
+            async with aclosing(self.scorers.load(way.compressor)) as loads:
+                async for progress in loads:
+                    yield progress
+            load = Span(step_names.LOADED, THIS_NAME, loading_s, self._monotonic())
+            compression.steps.append(load)
+            if compression.parked is not None:
+                compression.parked = ParkedLoads(load.ended_s - load.began_s)
+            compressor, able = await way.find()
+            parking = way.plan.parking
+            if parking is not None:
+                # What is done is done: whatever is decided now, the model that answers has to be loaded.
+                parking = msgspec.structs.replace(parking, scorer_s=0.0, needed=True)
+            plan = self._noted(compression, planner.plan(way.asked, able, parking))
+            way = msgspec.structs.replace(way, compressor=compressor, able=able, plan=plan)
+            if not plan.worth_it:
+                raise SkipCompression(plan.code, plan.reason)
+        scored = self._score(compression, way.compressor, way.plan, way.able, remembered)
+        async with aclosing(scored) as steps:
+            async for progress in steps:
+                yield progress
+
+    async def _scored_in_turn(
+        self, compression: CompressionJob, way: ScoringWay, remembered: _Remembered, turn: TwoModels
+    ) -> AsyncGenerator[Loading, None]:
+        """Score in the memory of the model that answers, and load that one whatever came of it.
+
+        Raises SkipCompression, FleetError.
+        """
+        failure: SkipCompression | FleetError | None = None
+        try:
+            async with turn.scoring():
+                compression.parked = ParkedLoads()
+                async with aclosing(self._scored(compression, way, remembered)) as steps:
+                    async for progress in steps:
+                        yield progress
+        except (SkipCompression, FleetError) as error:
+            if compression.parked is None:
+                raise
+            failure = error
+        loading_s = self._monotonic()
+        async with aclosing(turn.loading()) as loads:
+            async for progress in loads:
+                yield progress
+        load = Span(step_names.RELOADED, THIS_NAME, loading_s, self._monotonic())
+        compression.steps.append(load)
+        compression.parked = msgspec.structs.replace(
+            compression.parked or ParkedLoads(), model_s=load.ended_s - load.began_s
+        )
+        if failure is not None:
+            raise failure
+
+    def _noted(self, compression: CompressionJob, plan: SmartPlan) -> SmartPlan:
+        compression.plan = plan
         compression.planned_s = self._monotonic()
         return plan
 
-    async def options(self, price: CompressionPrice, policy: SmartPrefillPolicy) -> SmartPlan:
-        """What would be done with such a prompt now. Raises SkipCompression."""
-        _, able = await self.scorers.find(policy, price.weights_bytes, False)
-        return planner.plan(price.asked, able)
+    async def way(self, compression: CompressionJob) -> ScoringWay:
+        """How the document would be scored now. Raises SkipCompression."""
+        tokens, ratio = compression.tokens, compression.kept_share
+        price = compression.price(tokens, ratio) if compression.price else None
+        asked = price.asked if price else SmartPrefillQuestion(tokens, ratio, None)
+        target_bytes = price.weights_bytes if price else 0
+        find = partial(self.scorers.find, compression.policy, target_bytes, compression.local_only)
+        compressor, able = await find()
+        compression.compressor = compressor.name
+        parking = await self._parking(compressor, compression.target)
+        turn = None
+        if isinstance(parking, Parking) and self.turns and compressor.folder and compression.target:
+            turn = self.turns.turn(compressor.folder, compression.target)
+        return ScoringWay(find, compressor, able, asked, planner.plan(asked, able, parking), turn)
+
+    async def options(
+        self, price: CompressionPrice, policy: SmartPrefillPolicy, target: ModelFolder | None = None
+    ) -> SmartPlan:
+        """What would be done with such a prompt now. ``target``: as in a CompressionJob. Raises
+        SkipCompression."""
+        compressor, able = await self.scorers.find(policy, price.weights_bytes, False)
+        return planner.plan(price.asked, able, await self._parking(compressor, target))
+
+    async def _parking(self, compressor: CompressorModel, target: ModelFolder | None) -> Parking | str | None:
+        if self.turns is None or target is None or compressor.folder is None:
+            return None
+        return await self.turns.price(compressor.folder, target)
 
     async def _score(
         self,

@@ -13,6 +13,7 @@ Code = Literal[
     "cached",
     "no_compressor",
     "measuring",
+    "out_of_memory",
     "slower",
     "margin",
     "declined",

@@ -32,6 +32,7 @@ const WORDS = {
   "exposed hand-off": "All was computed, and the last results were still on their way.",
   "spot check": "Some of the helpers' results were computed again, to compare them.",
   "check of later tokens": "Some of the helpers' later results were computed again, to compare them.",
+  "loaded after scoring": "The model that answers was loaded once the one that scored had made room.",
   "restored from disk": "Kept work on the prompt's beginning was read from the disk.",
   fetched: "Another machine sent its kept work on the prompt's beginning.",
   scored: "Smart prefill: a small model scored which parts of the prompt matter.",

@@ -1,0 +1,182 @@
+"""Two models take turns in a memory that holds one: the first is used and gives way to the second."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from asking import ask, folder_of, run
+
+from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
+from fleetd.engine.protocol import Loading
+from fleetd.errors import Overloaded
+from fleetd.models.folder import ModelFolder
+
+pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(120)]
+
+MakePool = Callable[..., EnginePool]
+HELLO = "Hello there, world!"
+
+
+@pytest.fixture
+def first(chain_path: Path) -> ModelFolder:
+    return folder_of(chain_path, "first")
+
+
+@pytest.fixture
+def second(chain_path: Path) -> ModelFolder:
+    return folder_of(chain_path, "second")
+
+
+def loaded(pool: EnginePool) -> list[str]:
+    return sorted(status.model for status in pool.status() if status.state == "ready")
+
+
+async def use(pool: EnginePool, folder: ModelFolder) -> None:
+    async for _ in pool.loading(folder, evict=False):
+        pass
+
+
+@pytest.mark.parametrize("warm", [True, False])
+async def test_the_first_model_is_gone_before_the_second_one_loads(
+    make_pool: MakePool, first: ModelFolder, second: ModelFolder, warm: bool
+) -> None:
+    pool = make_pool()
+    if warm:
+        await pool.load(second)
+        pool.keep("second", 7.0)
+    async with pool.in_turn(first, second):
+        assert loaded(pool) == []
+        await use(pool, first)
+        assert loaded(pool) == ["first"]
+    assert "first" not in loaded(pool)
+    await pool.load(second)
+    assert loaded(pool) == ["second"]
+    assert pool.stays_s("second") == (7.0 if warm else 1800.0)
+    assert (await run(pool, second, ask("<hello>"))).text == HELLO
+
+
+async def test_requests_wait_for_the_turn_of_their_model(
+    make_pool: MakePool, chain_path: Path, first: ModelFolder, second: ModelFolder
+) -> None:
+    pool, third = make_pool(), folder_of(chain_path, "third")
+    await pool.load(second)
+    waits = [asyncio.Event() for _ in range(2)]
+
+    async def answer(folder: ModelFolder, waiting: asyncio.Event) -> list[str]:
+        stages = []
+        async for event in pool.stream(folder, ask("<hello>", folder.name)):
+            if isinstance(event, Loading):
+                stages.append(event.stage)
+                waiting.set()
+        return stages
+
+    async with pool.in_turn(first, second):
+        asked = [
+            asyncio.create_task(answer(folder, waiting))
+            for folder, waiting in zip((second, third), waits, strict=True)
+        ]
+        await asyncio.gather(*(waiting.wait() for waiting in waits))
+        await use(pool, first)
+        assert loaded(pool) == ["first"]
+    for stages in await asyncio.gather(*asked):
+        assert stages[0] == "waiting for a model that has to make room"
+    assert loaded(pool) == ["second", "third"]
+
+
+async def test_a_model_that_gave_way_comes_back_whatever_goes_wrong(
+    make_pool: MakePool, first: ModelFolder, second: ModelFolder
+) -> None:
+    pool = make_pool()
+    await pool.load(second)
+
+    async def fails() -> None:
+        async with pool.in_turn(first, second):
+            await use(pool, first)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fails()
+    await use(pool, second)
+    assert loaded(pool) == ["second"]
+    began = asyncio.Event()
+
+    async def leaves() -> None:
+        async with pool.in_turn(first, second):
+            began.set()
+            await asyncio.Event().wait()
+
+    leaving = asyncio.create_task(leaves())
+    await began.wait()
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    # Nobody asks for it, and it loads.
+    while loaded(pool) != ["second"]:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def test_a_model_that_was_not_loaded_is_not_loaded_for_a_client_that_left(
+    make_pool: MakePool, first: ModelFolder, second: ModelFolder
+) -> None:
+    pool = make_pool()
+
+    async def fails() -> None:
+        async with pool.in_turn(first, second):
+            await use(pool, first)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fails()
+    assert pool.status() == []
+    assert pool.why_stays(second) == ""
+
+
+async def test_a_model_that_is_used_or_pinned_does_not_give_way(
+    first: ModelFolder, second: ModelFolder
+) -> None:
+    pinned: set[str] = set()
+    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30), pinned=lambda: pinned)
+
+    async def refused(why: str) -> None:
+        with pytest.raises(Overloaded, match=why):
+            async with pool.in_turn(first, second):
+                pytest.fail("it gave way")
+        assert loaded(pool) == ["second"]
+
+    try:
+        await pool.load(second)
+        answer = pool.stream(second, ask("<count>"))
+        while isinstance(await anext(answer), Loading):
+            pass
+        await refused("second is in use")
+        await answer.aclose()
+        pinned.add("second")
+        await refused("second is pinned")
+        # What scores would stay, too.
+        pinned.clear()
+        pinned.add("first")
+        await refused("first is pinned")
+    finally:
+        await pool.close()
+
+
+async def test_the_first_model_stays_while_others_use_it(
+    make_pool: MakePool, first: ModelFolder, second: ModelFolder
+) -> None:
+    pool = make_pool()
+    async with pool.in_turn(first, second):
+        answer = pool.stream(first, ask("<count>"))
+        while isinstance(await anext(answer), Loading):
+            pass
+
+        async def ends() -> None:
+            assert loaded(pool) == ["first"]
+            async for _ in answer:
+                pass
+
+        ending = asyncio.create_task(ends())
+    await ending
+    await pool.load(second)
+    assert loaded(pool) == ["second"]
