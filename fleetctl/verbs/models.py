@@ -271,7 +271,7 @@ def _follow(
             what = " ".join(str(report[key]) for key in ("stage", "file") if report.get(key))
             text = ": ".join(filter(None, (doing, what)))
             step = read(report, ModelProgress)
-            detail = of_members(step.members)
+            detail = of_members(step.members or [])
             progress.update(text, step.done_bytes, step.total_bytes, unit="bytes", detail=detail)
     raise ConnectionBroken(
         "The daemon ended it before it was complete.",

@@ -42,7 +42,7 @@ class ModelProgress(msgspec.Struct, frozen=True):
     # A word for people: connecting, downloading, copying, verifying, reading, warming up, measuring.
     stage: Text = ""
     # Of a load over several machines, the others; the bytes above are of all of these together.
-    members: Annotated[list[MemberProgress], Meta(max_length=limits.PLACEMENT_MACHINES)] = []
+    members: Annotated[list[MemberProgress], Meta(max_length=limits.PLACEMENT_MACHINES)] | UnsetType = UNSET
 
 
 class ModelDone(msgspec.Struct, frozen=True):

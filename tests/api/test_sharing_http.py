@@ -18,7 +18,9 @@ from fleetd.requests.job import Job, Planned
 
 CHOSEN = OptionView("layers", ["studio", "this"], 1.5, [StepView("computed", 1.0)], True, cuts=[0, 20, 30])
 LOSER = OptionView("local", ["this"], 3.0, code="slower", reason="3.00 s: 100 % slower.")
-TRACE = Trace("r1-0", 1.0, MODEL, 1000, 0, CHOSEN, [LOSER], [], "shared", "exact", 1.4, 1.6)
+TRACE = Trace(
+    "r1-0", 1.0, MODEL, 1000, 0, CHOSEN, [LOSER], [], "shared", "exact", planned_ttft_s=1.4, ttft_s=1.6
+)
 
 
 class FakePlanner:

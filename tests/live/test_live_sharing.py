@@ -186,7 +186,8 @@ def test_a_helper_keeps_the_rows_of_the_turn_before(ready: LiveFleet) -> None:
     sent = sum(step["n_bytes"] for step in trace["steps"] if step["name"] == step_names.PREFIX_SENT)
     assert sent == rows + TOKEN_BYTES * (second["usage"]["prompt_tokens"] - 1), trace
     _, alone = ask(ready[helper], "", messages=said, local_only=True)
-    assert alone["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    # Of its own prompts it has the template's beginning at most.
+    assert alone["usage"]["prompt_tokens_details"]["cached_tokens"] < 64
     assert essence(second) == essence(alone)
 
 

@@ -111,7 +111,7 @@ class ModelOperations(msgspec.Struct, frozen=True):
     ) -> AsyncGenerator[ModelProgress, None]:
         async with aclosing(self.pool.loading(folder, over=over, split=split)) as loading:
             async for each in loading:
-                yield ModelProgress("", each.done, each.total, each.stage, each.members)
+                yield ModelProgress("", each.done, each.total, each.stage, each.members or UNSET)
 
     async def pulled(self, ref: str) -> AsyncGenerator[ModelProgress, None]:
         """The progress of a download. Raises as ``ModelStore.pull``."""
