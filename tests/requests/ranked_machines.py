@@ -33,7 +33,7 @@ from fleetd.requests.remote.message_codec import ALIVE
 
 # A pass that is late ends its rank after the first figure, a rank that says nothing after the second. In
 # these tests all ranks, the wire and the daemons share the processors.
-LATE_S, SILENT_S = 3.0, 4.0
+LATE_S, SILENT_S = 6.0, 7.0
 _FIGURES = {
     "RANK_STALL_S": LATE_S,
     "RANK_SILENT_S": SILENT_S,
