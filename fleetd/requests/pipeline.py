@@ -35,6 +35,9 @@ class PipelineStep:
     # The types of the events that ``on_event`` is given.
     events: ClassVar[tuple[type[Loading | Event], ...]] = ()
 
+    async def examine(self, request: Request) -> None:
+        """Before each attempt, for what takes a look at files. Raises FleetError."""
+
     def prepare(self, request: Request) -> None:
         """Before each attempt."""
 
@@ -74,6 +77,11 @@ class Pipeline:
         self._steps_of = {kind: [step for step in steps if kind in step.events] for kind in kinds}
         self._record = record
         self._monotonic = monotonic
+
+    async def examine(self, request: Request) -> None:
+        """Let the steps look at files; before ``attempt``. Raises FleetError."""
+        for step in self._steps:
+            await step.examine(request)
 
     @contextmanager
     def attempt(self, request: Request) -> Iterator[None]:

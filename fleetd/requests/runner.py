@@ -240,6 +240,7 @@ class RequestRunner:
                     yield step
             self._place_again(request)
         while True:
+            await self._pipeline.examine(request)
             try:
                 with self._pipeline.attempt(request):
                     for planned in request.take_announced():

@@ -8,6 +8,7 @@ from fleetd.engine.daemon_side.group_front import GroupFront
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Accepted
 from fleetd.errors import NoMachine
+from fleetd.models import file_threads
 from fleetd.models.folder import ModelFolder
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.job import THIS_NAME, Exactness, Planned
@@ -19,14 +20,18 @@ class GroupLabels(PipelineStep):
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
 
-    def prepare(self, request: Request) -> None:
-        """A model that is loaded is told of before anything of the answer is there. One that is not, and that
-        several machines are to hold, is told of once it is known which."""
+    async def examine(self, request: Request) -> None:
+        """A model that is not loaded, and that several machines are to hold, is told of once it is known
+        which."""
         request.undecided = False
+        if (folder := self._folder(request)) is not None and self._pool.engine(folder) is None:
+            over = request.placement.over
+            request.undecided = await file_threads.look(self._pool.takes_others, folder, over)
+
+    def prepare(self, request: Request) -> None:
+        """A model that is loaded is told of before anything of the answer is there."""
         if (planned := self._planned(request)) is not None:
             request.placement = replace(request.placement, planned=planned)
-        elif (folder := self._folder(request)) is not None and self._pool.engine(folder) is None:
-            request.undecided = self._pool.takes_others(folder, request.placement.over)
 
     def loads(self, request: Request) -> None:
         """Which machines hold it is known before they have loaded it. How exact that is, they say later."""
