@@ -1,4 +1,4 @@
-"""Sliding windows on a CPU: an answer has the same bits alone and beside others, wherever a ring has turned."""
+"""Sliding windows on a CPU: an answer has the same bits alone and beside others, however a ring has turned."""
 
 from __future__ import annotations
 

@@ -61,11 +61,13 @@ def _attention(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
         sinks: Any = None,
         **rest: Any,
     ) -> mx.array:
-        if sinks is None and not rest and q.dtype == k.dtype == v.dtype == mx.float32:
+        known = sinks is None or sinks.dtype == mx.float32
+        if known and not rest and q.dtype == k.dtype == v.dtype == mx.float32:
             # At once: each time that MLX is waited for takes longer than to add a row to a cache.
-            mx.eval(q, k, v, mask)
+            mx.eval(q, k, v, mask, sinks)
             rows = view(mask) if isinstance(mask, mx.array) else mask
-            out = products.scaled_dot_product_attention(view(q), view(k), view(v), scale, rows)
+            of_head = None if sinks is None else view(sinks)
+            out = products.scaled_dot_product_attention(view(q), view(k), view(v), scale, rows, of_head)
             if out is not None:
                 return computed.array(out)
         return stock(q, k, v, scale=scale, mask=mask, sinks=sinks, **rest)

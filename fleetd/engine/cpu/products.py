@@ -10,7 +10,7 @@ Stock MLX on a CPU links the reference BLAS, multiplies f16 and quantised weight
 ``mlx_functions.install`` puts attention, and what else stands between products, in place of MLX's.
 
 Exactness: MKL runs in its strict reproducible mode, in which one row of a product has the same bits however
-many rows are computed with it, from ``ROWS`` rows and ``COLUMNS`` columns up, and zeros at the end of a sum
+many rows are computed with it, from ``ROWS`` rows and ``COLUMNS`` columns up, and zeros at either end of a sum
 change nothing. Everything here keeps to those bounds by padding. So a token's numbers depend on the tokens
 before it and on nothing else: not on who shares the batch, not on where a prompt was cut into chunks, not on
 whether its tokens came one by one or as a block. ``tests/engine/test_cpu.py`` holds MKL to it.
@@ -49,9 +49,11 @@ BLOCK, LEAST_BLOCK = 64, 16
 # Multiplications of one attention from which MKL's threads share its products. They spin for a while after
 # each, so a small one costs other processes more than it gains.
 SHARED_WORK = 1 << 22
-# Sums over keys are formed in pieces of this length, one after the other: MKL adds up to 192 terms in one
-# run, and splits longer sums in a way that depends on their length.
-PIECE = 192
+# Sums over keys are formed in pieces of this length, one after the other, from the first key that a query
+# sees: MKL adds up to RUN terms in one run, and splits longer sums in a way that depends on their length.
+# Zeros at either end of a run change nothing, so queries whose first keys differ by up to the rest of a run
+# are multiplied together.
+PIECE, RUN = 128, 192
 
 _blas: ctypes.CDLL | None = None
 _threads: ThreadPoolExecutor | None = None
@@ -210,13 +212,14 @@ def _view(array: mx.array) -> npt.NDArray[Any]:
 
 
 def scaled_dot_product_attention(
-    q: F32, k: F32, v: F32, scale: float, mask: npt.NDArray[Any] | str | None
+    q: F32, k: F32, v: F32, scale: float, mask: npt.NDArray[Any] | str | None, sinks: F32 | None = None
 ) -> F32 | None:
     """softmax(scale · q kᵀ + mask) v in blocks of queries.
 
     Args:
         q: (B, H, T, D); k: (B, K, S, D); v: (B, K, S, Dv); H a multiple of K, all f32.
         mask: None, "causal" (query t sees keys up to S - T + t), or bool, broadcastable to (B, 1, T, S).
+        sinks: (H,), the score of a key that every query of a head sees, whose value is zero.
 
     Returns:
         (B, H, T, Dv), or None if the mask is of a kind this does not know; the caller then uses stock MLX.
@@ -231,35 +234,46 @@ def scaled_dot_product_attention(
         rows = np.broadcast_to(mask if mask.ndim == 4 else mask[None, None], (B, 1, T, S))[:, 0]
     tasks: list[Callable[[], None]] = []
     size = block_size(T, _thread_count)
+    sinks = None if sinks is None else sinks.reshape(K, H // K, 1, 1)
     for b in range(B):
-        start, visible = 0, None
+        start, visible, first = 0, None, None
         if rows is not None:
             # Left padding (a batch of unequal lengths): drop it instead of masking it, so that the row is
             # computed from the same numbers in the same order as if it were alone. What no query sees is
             # padding; with a sliding window the last query alone sees less than the ones before it.
             start = int(rows[b].any(axis=0).argmax())
             visible = rows[b, :, start:]
-            if _is_causal(visible):
+            if (first := _first_seen(visible)) is not None:
                 visible = None
         qb = q[b].reshape(K, H // K, T, D)
         ob = out[b].reshape(K, H // K, T, -1)
         kb, vb = k[b, :, start:], v[b, :, start:]
         causal = mask is not None and visible is None
-        for t in range(0, T, size):
+        t = 0
+        while t < T:
             n = min(size, T - t)
+            begin, firsts = 0, None
+            if first is not None and first[-1]:
+                # A sliding window: each query's sums begin at the first key that it sees itself.
+                begin = int(first[t])
+                n = int(np.searchsorted(first[t : t + n], begin + RUN - PIECE, side="right"))
+                firsts = first[t : t + n] - begin
             end = kb.shape[1] - T + t + n if causal else kb.shape[1]
             tasks.append(
                 partial(
                     _block,
                     qb[:, :, t : t + n],
-                    kb[:, :end],
-                    vb[:, :end],
+                    kb[:, begin:end],
+                    vb[:, begin:end],
                     scale,
                     ob[:, :, t : t + n],
                     causal=causal,
                     visible=None if visible is None else visible[t : t + n],
+                    firsts=firsts,
+                    sinks=sinks,
                 )
             )
+            t += n
     if _blas is not None:
         # Of this thread; 0 stands for as many as the process has.
         _blas.MKL_Set_Num_Threads_Local(0 if B * T * H * S * D >= SHARED_WORK else 1)
@@ -287,20 +301,34 @@ def _all(tasks: list[Callable[[], None]], *, wide: bool) -> None:
         done.result()
 
 
-def _is_causal(visible: npt.NDArray[np.bool_]) -> bool:
-    """True if a (T, S) mask is plain causal: row t sees exactly the first S - T + t + 1 keys."""
+def _first_seen(visible: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
+    """The first key (T,) that each query of a (T, S) mask sees, if it sees all from there to its own, query t
+    the first S - T + t + 1, and none sees keys that one before it does not; else None."""
     T, S = visible.shape
+    first = visible.argmax(axis=1)
     if T == 1:
-        return bool(visible.all())
-    return bool((visible == np.tri(T, S, S - T, dtype=np.bool_)).all())
+        return first if visible[0, int(first[0]) :].all() else None
+    at = np.arange(S)
+    band = (at >= first[:, None]) & (at <= np.arange(S - T, S)[:, None])
+    return first if np.array_equal(visible, band) and bool((np.diff(first) >= 0).all()) else None
 
 
 def _block(
-    q: F32, k: F32, v: F32, scale: float, out: F32, *, causal: bool, visible: npt.NDArray[np.bool_] | None
+    q: F32,
+    k: F32,
+    v: F32,
+    scale: float,
+    out: F32,
+    *,
+    causal: bool,
+    visible: npt.NDArray[np.bool_] | None,
+    firsts: npt.NDArray[np.int64] | None,
+    sinks: F32 | None,
 ) -> None:
     """One block: q (K, G, n, D), k (K, S, D), v (K, S, Dv) → out (K, G, n, Dv), in place.
 
-    With ``causal`` the last of the n queries sees all S keys.
+    With ``causal`` the last of the n queries sees all S keys, but for those before the first that each of
+    them sees, ``firsts`` (n,), which ascend from 0 to RUN - PIECE at most. ``sinks``: (K, G, 1, 1).
     """
     K, G, n, D = q.shape
     S = k.shape[1]
@@ -323,14 +351,63 @@ def _block(
         by_query[..., S - n : S][..., np.triu(np.ones((n, n), dtype=np.bool_), 1)] = -np.inf
     elif visible is not None:
         by_query[..., :S][..., ~visible] = -np.inf
-    scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
+    if firsts is not None and firsts[-1]:
+        # And the first few.
+        hidden = np.arange(firsts[-1]) < firsts[:, None]
+        by_query[..., : firsts[-1]][..., hidden] = -np.inf
+    else:
+        firsts = None
+    peak = np.maximum.reduce(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        of_query = peak[:, : G * n].reshape(K, G, n, 1)
+        np.maximum(of_query, sinks, out=of_query)
+    scores -= peak
     np.exp(scores, out=scores)
-    pieces = np.add.reduce(scores.reshape(K, rows, width // PIECE, PIECE), axis=-1)
+    weights = scores if firsts is None else _from_first(scores, firsts)
+    pieces = np.add.reduce(weights.reshape(K, rows, -1, PIECE), axis=-1)
     total = np.add.accumulate(pieces, axis=-1)[..., -1:]
+    if sinks is not None:
+        total[:, : G * n].reshape(K, G, n, 1)[...] += np.exp(sinks - of_query)
     result = np.empty((K, rows, v.shape[2]), dtype=np.float32)
-    _product(scores[..., : v.shape[1]], v, result, transposed=False)
+    if firsts is None:
+        _product(scores[..., : v.shape[1]], v, result, transposed=False)
+    else:
+        _product_from_first(weights, v, firsts, result)
     result /= total
     out[...] = result[:, : G * n].reshape(K, G, n, -1)
+
+
+def _from_first(weights: F32, firsts: npt.NDArray[np.int64]) -> F32:
+    """Rows (K, ≥ G·n, width) of weights, each from the first key on that its query sees, zeros behind."""
+    found = np.zeros_like(weights)
+    for query, first in enumerate(firsts.tolist()):
+        _of_query(found, query, firsts)[..., : weights.shape[2] - first] = _of_query(weights, query, firsts)[
+            ..., first:
+        ]
+    return found
+
+
+def _product_from_first(weights: F32, v: F32, firsts: npt.NDArray[np.int64], out: F32) -> None:
+    """What ``_from_first`` made (K, M, width) times v (K, S, N), into out (K, M, N), in the pieces that a query
+    alone has."""
+    K, M, _ = weights.shape
+    S = v.shape[1]
+    for at in range(0, S, PIECE):
+        run = np.zeros((K, M, min(PIECE + int(firsts[-1]), S - at)), dtype=np.float32)
+        for query, first in enumerate(firsts.tolist()):
+            count = min(PIECE, run.shape[2] - first)
+            if count > 0:
+                part = _of_query(weights, query, firsts)[..., at : at + count]
+                _of_query(run, query, firsts)[..., first : first + count] = part
+        _add_product(run, v[:, at : at + run.shape[2]], out, first=not at)
+
+
+def _of_query(rows: F32, query: int, firsts: npt.NDArray[np.int64]) -> F32:
+    """The rows (K, G, width) of one query of a block, one for each query head of a key head."""
+    n = len(firsts)
+    groups = rows.shape[1] // n
+    found: F32 = rows[:, : groups * n].reshape(rows.shape[0], groups, n, rows.shape[2])[:, :, query]
+    return found
 
 
 def _product(a: F32, b: F32, out: F32, *, transposed: bool) -> None:
@@ -339,36 +416,41 @@ def _product(a: F32, b: F32, out: F32, *, transposed: bool) -> None:
     Sums over I are formed in pieces, unless ``b`` is transposed.
     """
     inner = a.shape[2]
-    piece = inner if transposed else PIECE
+    if transposed:
+        _add_product(a, b, out, first=True, transposed=True)
+        return
+    for at in range(0, inner, PIECE):
+        _add_product(a[..., at : at + PIECE], b[:, at : at + PIECE], out, first=not at)
+
+
+def _add_product(a: F32, b: F32, out: F32, *, first: bool, transposed: bool = False) -> None:
+    """Add a (K, M, I) times b, as ``_product`` takes it, to out (K, M, N), or begin with it; in one run."""
     if _blas is None or any(x.strides[2] != 4 for x in (a, b, out)):
-        for at in range(0, inner, piece):
-            part = b.transpose(0, 2, 1) if transposed else b[:, at : at + piece]
-            product = np.matmul(a[..., at : at + piece], part)
-            np.add(out, product, out=out) if at else np.copyto(out, product)
+        product = np.matmul(a, b.transpose(0, 2, 1) if transposed else b)
+        np.copyto(out, product) if first else np.add(out, product, out=out)
         return
     row_major, plain, swapped = 101, 111, 112
     (a_at, a_batch, a_row), (b_at, b_batch, b_row), (out_at, out_batch, out_row) = map(_place, (a, b, out))
-    for at in range(0, inner, piece):
-        _blas.cblas_sgemm_batch_strided(
-            row_major,
-            plain,
-            swapped if transposed else plain,
-            a.shape[1],
-            out.shape[2],
-            min(piece, inner - at),
-            1.0,
-            a_at + 4 * at,
-            a_row,
-            a_batch,
-            b_at + 4 * at * b_row,
-            b_row,
-            b_batch,
-            1.0 if at else 0.0,
-            out_at,
-            out_row,
-            out_batch,
-            a.shape[0],
-        )
+    _blas.cblas_sgemm_batch_strided(
+        row_major,
+        plain,
+        swapped if transposed else plain,
+        a.shape[1],
+        out.shape[2],
+        a.shape[2],
+        1.0,
+        a_at,
+        a_row,
+        a_batch,
+        b_at,
+        b_row,
+        b_batch,
+        0.0 if first else 1.0,
+        out_at,
+        out_row,
+        out_batch,
+        a.shape[0],
+    )
 
 
 def _place(x: F32) -> tuple[int, int, int]:

@@ -1,3 +1,4 @@
+# ruff: noqa: N803 — mlx-lm's name of an argument
 """Keys and values of sliding windows in the order of their tokens, as attention on a CPU reads them.
 
 mlx-lm's caches write a new row over the oldest one, and hand out the rows as they lie:
@@ -5,8 +6,8 @@ mlx-lm's caches write a new row over the oldest one, and hand out the rows as th
     tokens   8 9 10 3 4 5 6 7      a window of 8 after token 10
     read     3 4 5 6 7 8 9 10
 
-Where a row lies depends on how the prompt was cut and on what else is in the batch, and a sum in another order
-has other bits. What is kept stays as it lies. What is read is a copy of the window, made for each layer and
+Where a row lies depends on how the prompt was cut and on what else is in the batch, and a sum in another
+order has other bits. What is kept stays as it lies. What is read is a copy of the window, made for each layer and
 step once it has rotated: MLX writes such a copy anyway when a row is added to one that somebody still reads.
 """
 
