@@ -1,4 +1,4 @@
-"""Sliding windows on a CPU: an answer has the same bits alone and beside others, however a ring has turned."""
+"""Sliding windows on a CPU: an answer has the same bits alone and beside others, wherever its rings are."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from test_group_sparse import KEPT, PROMPTS, VOCAB
 from tiny_architectures import FAMILIES, OWN, config_of, tiny
 from turned_scheduler import TurnedScheduler
 
+from fleetd.engine.cpu import products
 from fleetd.engine.groups.sparse_rows import sparse_of
 from fleetd.engine.measure.chunk_size import FixedChunks
 from fleetd.engine.prompt.prompt_encoding import PreparedPrompt
@@ -66,7 +67,8 @@ class Bench(TurnedScheduler):
 
 
 def bench(model: Any, sparse: Sparse | None, chain_path: Path) -> Bench:
-    chunks = FixedChunks(48, 48)
+    # Of other sizes while something else is answered, as a worker's are.
+    chunks = FixedChunks(48, 16)
     return Bench(model, load_tokenizer(chain_path), context_tokens=1024, chunks=chunks, sparse=sparse)
 
 
@@ -92,6 +94,13 @@ def test_a_sparse_prompts_answer_has_them_too(name: str, chain_path: Path) -> No
     mixed = [KEPT[0], None, KEPT[2]]
     found = bench(model, sparse, chain_path).answers(mixed, together=True)
     assert (found[0], found[2]) == (alone[0], alone[2])
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_windows_longer_than_a_piece_of_a_sum_do(name: str, chain_path: Path) -> None:
+    model = tiny(name, vocab_size=VOCAB, sliding_window=products.PIECE + 40)
+    alone = bench(model, None, chain_path).answers(DENSE, together=False)
+    assert bench(model, None, chain_path).answers(DENSE, together=True) == alone
 
 
 @pytest.mark.parametrize(("name", "cuts"), [("gemma3_text", (2,)), ("gpt_oss", (1, 3))])

@@ -10,8 +10,8 @@ Stock MLX on a CPU links the reference BLAS, multiplies f16 and quantised weight
 ``mlx_functions.install`` puts attention, and what else stands between products, in place of MLX's.
 
 Exactness: MKL runs in its strict reproducible mode, in which one row of a product has the same bits however
-many rows are computed with it, from ``ROWS`` rows and ``COLUMNS`` columns up, and zeros at either end of a sum
-change nothing. Everything here keeps to those bounds by padding. So a token's numbers depend on the tokens
+many rows are computed with it, from ``ROWS`` rows and ``COLUMNS`` columns up, and zeros at either end of a
+sum change nothing. Everything here keeps to those bounds by padding. So a token's numbers depend on the tokens
 before it and on nothing else: not on who shares the batch, not on where a prompt was cut into chunks, not on
 whether its tokens came one by one or as a block. ``tests/engine/test_cpu.py`` holds MKL to it.
 """
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
 
 from fleetd.hardware.facts import text
 from fleetd.hardware.probe import cores
@@ -53,7 +54,7 @@ SHARED_WORK = 1 << 22
 # sees: MKL adds up to RUN terms in one run, and splits longer sums in a way that depends on their length.
 # Zeros at either end of a run change nothing, so queries whose first keys differ by up to the rest of a run
 # are multiplied together.
-PIECE, RUN = 128, 192
+PIECE, RUN = 160, 192
 
 _blas: ctypes.CDLL | None = None
 _threads: ThreadPoolExecutor | None = None
@@ -257,7 +258,8 @@ def scaled_dot_product_attention(
                 # A sliding window: each query's sums begin at the first key that it sees itself.
                 begin = int(first[t])
                 n = int(np.searchsorted(first[t : t + n], begin + RUN - PIECE, side="right"))
-                firsts = first[t : t + n] - begin
+                if first[t + n - 1] > begin:
+                    firsts = first[t : t + n] - begin
             end = kb.shape[1] - T + t + n if causal else kb.shape[1]
             tasks.append(
                 partial(
@@ -328,14 +330,17 @@ def _block(
     """One block: q (K, G, n, D), k (K, S, D), v (K, S, Dv) → out (K, G, n, Dv), in place.
 
     With ``causal`` the last of the n queries sees all S keys, but for those before the first that each of
-    them sees, ``firsts`` (n,), which ascend from 0 to RUN - PIECE at most. ``sinks``: (K, G, 1, 1).
+    them sees, ``firsts`` (n,), which ascend from 0 to at most RUN - PIECE. ``sinks``: (K, G, 1, 1).
     """
     K, G, n, D = q.shape
     S = k.shape[1]
     rows = max(ROWS, G * n)
     queries = np.zeros((K, rows, D), dtype=np.float32)
     np.multiply(q, np.float32(scale), out=queries[:, : G * n].reshape(K, G, n, D))
-    width = -(-S // PIECE) * PIECE
+    spread = 0 if firsts is None else int(firsts[-1])
+    whole = -(-S // PIECE) * PIECE
+    # With room for ``_from_first``.
+    width = whole + spread
     scores = np.empty((K, rows, width), dtype=np.float32)
     scores[..., S:] = -np.inf
     if S < COLUMNS:
@@ -351,106 +356,102 @@ def _block(
         by_query[..., S - n : S][..., np.triu(np.ones((n, n), dtype=np.bool_), 1)] = -np.inf
     elif visible is not None:
         by_query[..., :S][..., ~visible] = -np.inf
-    if firsts is not None and firsts[-1]:
+    if firsts is not None:
         # And the first few.
-        hidden = np.arange(firsts[-1]) < firsts[:, None]
-        by_query[..., : firsts[-1]][..., hidden] = -np.inf
-    else:
-        firsts = None
+        by_query[..., :spread][..., np.arange(spread) < firsts[:, None]] = -np.inf
     peak = np.maximum.reduce(scores, axis=-1, keepdims=True)
     if sinks is not None:
         of_query = peak[:, : G * n].reshape(K, G, n, 1)
         np.maximum(of_query, sinks, out=of_query)
     scores -= peak
     np.exp(scores, out=scores)
-    weights = scores if firsts is None else _from_first(scores, firsts)
-    pieces = np.add.reduce(weights.reshape(K, rows, -1, PIECE), axis=-1)
+    weights = scores if firsts is None else _from_first(by_query, firsts, whole)
+    pieces = np.add.reduce(weights.reshape(*weights.shape[:-1], whole // PIECE, PIECE), axis=-1)
     total = np.add.accumulate(pieces, axis=-1)[..., -1:]
+    total = total[:, : G * n].reshape(K, G, n, 1) if firsts is None else total
     if sinks is not None:
-        total[:, : G * n].reshape(K, G, n, 1)[...] += np.exp(sinks - of_query)
+        total = total + np.exp(sinks - of_query)
     result = np.empty((K, rows, v.shape[2]), dtype=np.float32)
     if firsts is None:
         _product(scores[..., : v.shape[1]], v, result, transposed=False)
     else:
         _product_from_first(weights, v, firsts, result)
-    result /= total
-    out[...] = result[:, : G * n].reshape(K, G, n, -1)
+    np.divide(result[:, : G * n].reshape(K, G, n, -1), total, out=out)
 
 
-def _from_first(weights: F32, firsts: npt.NDArray[np.int64]) -> F32:
-    """Rows (K, ≥ G·n, width) of weights, each from the first key on that its query sees, zeros behind."""
-    found = np.zeros_like(weights)
-    for query, first in enumerate(firsts.tolist()):
-        _of_query(found, query, firsts)[..., : weights.shape[2] - first] = _of_query(weights, query, firsts)[
-            ..., first:
-        ]
-    return found
+def _from_first(weights: F32, firsts: npt.NDArray[np.int64], width: int) -> F32:
+    """Of weights (K, G, n, ≥ width + firsts[-1]) those from each query's first key on, (K, G, n, width); a view
+    if each query begins one key after the one before it."""
+    if _in_steps(firsts):
+        return _slanted(weights, width)
+    return np.stack([weights[:, :, t, at : at + width] for t, at in enumerate(firsts.tolist())], axis=2)
 
 
 def _product_from_first(weights: F32, v: F32, firsts: npt.NDArray[np.int64], out: F32) -> None:
-    """What ``_from_first`` made (K, M, width) times v (K, S, N), into out (K, M, N), in the pieces that a query
-    alone has."""
-    K, M, _ = weights.shape
+    """What ``_from_first`` made times v (K, S, N), into out (K, ≥ G·n, N), in the pieces that each query has
+    alone."""
+    K, G, n, _ = weights.shape
     S = v.shape[1]
+    run = np.zeros((K, out.shape[1], PIECE + int(firsts[-1])), dtype=np.float32)
+    placed = run[:, : G * n].reshape(K, G, n, -1)
+    even = _slanted(placed, PIECE) if _in_steps(firsts) else None
     for at in range(0, S, PIECE):
-        run = np.zeros((K, M, min(PIECE + int(firsts[-1]), S - at)), dtype=np.float32)
-        for query, first in enumerate(firsts.tolist()):
-            count = min(PIECE, run.shape[2] - first)
-            if count > 0:
-                part = _of_query(weights, query, firsts)[..., at : at + count]
-                _of_query(run, query, firsts)[..., first : first + count] = part
-        _add_product(run, v[:, at : at + run.shape[2]], out, first=not at)
+        piece = weights[..., at : at + PIECE]
+        if even is not None:
+            even[...] = piece
+        else:
+            for t, first in enumerate(firsts.tolist()):
+                placed[:, :, t, first : first + PIECE] = piece[:, :, t]
+        count = min(run.shape[2], S - at)
+        _product(run[..., :count], v[:, at : at + count], out, transposed=False, piece=RUN, onto=at > 0)
 
 
-def _of_query(rows: F32, query: int, firsts: npt.NDArray[np.int64]) -> F32:
-    """The rows (K, G, width) of one query of a block, one for each query head of a key head."""
-    n = len(firsts)
-    groups = rows.shape[1] // n
-    found: F32 = rows[:, : groups * n].reshape(rows.shape[0], groups, n, rows.shape[2])[:, :, query]
-    return found
+def _in_steps(firsts: npt.NDArray[np.int64]) -> bool:
+    return int(firsts[-1]) == len(firsts) - 1 and bool((np.diff(firsts) == 1).all())
 
 
-def _product(a: F32, b: F32, out: F32, *, transposed: bool) -> None:
-    """a (K, M, I) times b (K, I, N), or b (K, N, I) transposed, into out (K, M, N).
+def _slanted(rows: F32, width: int) -> F32:
+    """A view (K, G, n, width) of rows (K, G, n, ≥ width + n - 1), each of which begins one further right."""
+    strides = (*rows.strides[:2], rows.strides[2] + rows.strides[3], rows.strides[3])
+    return as_strided(rows, (*rows.shape[:3], width), strides)
+
+
+def _product(a: F32, b: F32, out: F32, *, transposed: bool, piece: int = PIECE, onto: bool = False) -> None:
+    """a (K, M, I) times b (K, I, N), or b (K, N, I) transposed, into out (K, M, N); ``onto``: added to it.
 
     Sums over I are formed in pieces, unless ``b`` is transposed.
     """
     inner = a.shape[2]
-    if transposed:
-        _add_product(a, b, out, first=True, transposed=True)
-        return
-    for at in range(0, inner, PIECE):
-        _add_product(a[..., at : at + PIECE], b[:, at : at + PIECE], out, first=not at)
-
-
-def _add_product(a: F32, b: F32, out: F32, *, first: bool, transposed: bool = False) -> None:
-    """Add a (K, M, I) times b, as ``_product`` takes it, to out (K, M, N), or begin with it; in one run."""
+    piece = inner if transposed else piece
     if _blas is None or any(x.strides[2] != 4 for x in (a, b, out)):
-        product = np.matmul(a, b.transpose(0, 2, 1) if transposed else b)
-        np.copyto(out, product) if first else np.add(out, product, out=out)
+        for at in range(0, inner, piece):
+            part = b.transpose(0, 2, 1) if transposed else b[:, at : at + piece]
+            product = np.matmul(a[..., at : at + piece], part)
+            np.add(out, product, out=out) if at or onto else np.copyto(out, product)
         return
     row_major, plain, swapped = 101, 111, 112
     (a_at, a_batch, a_row), (b_at, b_batch, b_row), (out_at, out_batch, out_row) = map(_place, (a, b, out))
-    _blas.cblas_sgemm_batch_strided(
-        row_major,
-        plain,
-        swapped if transposed else plain,
-        a.shape[1],
-        out.shape[2],
-        a.shape[2],
-        1.0,
-        a_at,
-        a_row,
-        a_batch,
-        b_at,
-        b_row,
-        b_batch,
-        0.0 if first else 1.0,
-        out_at,
-        out_row,
-        out_batch,
-        a.shape[0],
-    )
+    for at in range(0, inner, piece):
+        _blas.cblas_sgemm_batch_strided(
+            row_major,
+            plain,
+            swapped if transposed else plain,
+            a.shape[1],
+            out.shape[2],
+            min(piece, inner - at),
+            1.0,
+            a_at + 4 * at,
+            a_row,
+            a_batch,
+            b_at + 4 * at * b_row,
+            b_row,
+            b_batch,
+            1.0 if at or onto else 0.0,
+            out_at,
+            out_row,
+            out_batch,
+            a.shape[0],
+        )
 
 
 def _place(x: F32) -> tuple[int, int, int]:

@@ -7,8 +7,8 @@ mlx-lm's caches write a new row over the oldest one, and hand out the rows as th
     read     3 4 5 6 7 8 9 10
 
 Where a row lies depends on how the prompt was cut and on what else is in the batch, and a sum in another
-order has other bits. What is kept stays as it lies. What is read is a copy of the window, made for each layer and
-step once it has rotated: MLX writes such a copy anyway when a row is added to one that somebody still reads.
+order has other bits. What is kept stays as it lies. What is read is a copy of the window for each layer and
+step, once it has rotated; attention reads all of it anyway.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def _batch_mask(stock: Callable[..., mx.array]) -> Any:
         if N > 1 or not (rotated or index >= self.max_size):
             return mask
         # It is that of the rows as they lie once the token is written, which is at the index.
-        return mx.roll(mask, -1 if index >= self.max_size else -index - 1, axis=-1)
+        shift = -1 if index >= self.max_size else -index - 1
+        return mx.roll(mask, shift, axis=-1)  # type: ignore[call-arg]
 
     return make_mask
