@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from family_params import each
 from group_machines import group_of
-from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache
+from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from test_group_sparse import KEPT, PROMPTS, VOCAB
 from tiny_architectures import FAMILIES, OWN, config_of, tiny
@@ -82,6 +82,23 @@ def test_an_answer_has_the_same_bits_alone_and_in_a_batch(name: str, chain_path:
     )
     alone = bench(model, None, chain_path).answers(DENSE, together=False)
     assert bench(model, None, chain_path).answers(DENSE, together=True) == alone
+
+
+@pytest.mark.parametrize("name", each(WINDOWS))
+def test_chunks_change_no_bit(name: str) -> None:
+    model, tokens = tiny(name), PROMPTS[1]
+
+    def logits(sizes: list[int]) -> bytes:
+        cache, done, rows = make_prompt_cache(model), 0, []
+        for size in [*sizes, len(tokens)]:
+            if done < len(tokens):
+                rows.append(np.array(model(mx.array([tokens[done : done + size]]), cache=cache)))
+                done += size
+        return np.concatenate(rows, axis=1).tobytes()
+
+    whole = logits([])
+    for sizes in ([64] * 4, [1, 15, 1, 111, 1, 63], [100, *[1] * 200]):
+        assert logits(sizes) == whole, sizes
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "cohere2"])

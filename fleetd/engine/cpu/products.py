@@ -11,9 +11,9 @@ Stock MLX on a CPU links the reference BLAS, multiplies f16 and quantised weight
 
 Exactness: MKL runs in its strict reproducible mode, in which one row of a product has the same bits however
 many rows are computed with it, from ``ROWS`` rows and ``COLUMNS`` columns up, and zeros at either end of a
-sum change nothing. Everything here keeps to those bounds by padding. So a token's numbers depend on the tokens
-before it and on nothing else: not on who shares the batch, not on where a prompt was cut into chunks, not on
-whether its tokens came one by one or as a block. ``tests/engine/test_cpu.py`` holds MKL to it.
+sum change nothing. Everything here keeps to those bounds by padding. So a token's numbers depend on the
+tokens before it and on nothing else: not on who shares the batch, not on where a prompt was cut into chunks,
+not on whether its tokens came one by one or as a block. ``tests/engine/test_cpu.py`` holds MKL to it.
 """
 
 from __future__ import annotations
@@ -380,8 +380,8 @@ def _block(
 
 
 def _from_first(weights: F32, firsts: npt.NDArray[np.int64], width: int) -> F32:
-    """Of weights (K, G, n, ≥ width + firsts[-1]) those from each query's first key on, (K, G, n, width); a view
-    if each query begins one key after the one before it."""
+    """Of weights (K, G, n, ≥ width + firsts[-1]) those from each query's first key on, (K, G, n, width); a
+    view if each query begins one key after the one before it."""
     if _in_steps(firsts):
         return _slanted(weights, width)
     return np.stack([weights[:, :, t, at : at + width] for t, at in enumerate(firsts.tolist())], axis=2)
