@@ -40,7 +40,7 @@ def wide(name: str) -> Any:
     return tiny(name, **changes)
 
 
-class Bench(TurnedScheduler):
+class LongAnswers(TurnedScheduler):
     def put(self, name: str, tokens: list[int], kept: list[int] | None) -> None:
         request = Generate(
             name,
@@ -66,10 +66,10 @@ class Bench(TurnedScheduler):
         ]
 
 
-def bench(model: Any, sparse: Sparse | None, chain_path: Path) -> Bench:
+def bench(model: Any, sparse: Sparse | None, chain_path: Path) -> LongAnswers:
     # Of other sizes while something else is answered, as a worker's are.
     chunks = FixedChunks(48, 16)
-    return Bench(model, load_tokenizer(chain_path), context_tokens=1024, chunks=chunks, sparse=sparse)
+    return LongAnswers(model, load_tokenizer(chain_path), context_tokens=1024, chunks=chunks, sparse=sparse)
 
 
 @pytest.mark.parametrize("name", each(WINDOWS))

@@ -380,8 +380,10 @@ def _block(
 
 
 def _from_first(weights: F32, firsts: npt.NDArray[np.int64], width: int) -> F32:
-    """Of weights (K, G, n, ≥ width + firsts[-1]) those from each query's first key on, (K, G, n, width); a
-    view if each query begins one key after the one before it."""
+    """Of weights (K, G, n, ≥ width + firsts[-1]) those from each query's first key on: (K, G, n, width).
+
+    A view if each query begins one key after the one before it.
+    """
     if _in_steps(firsts):
         return _slanted(weights, width)
     return np.stack([weights[:, :, t, at : at + width] for t, at in enumerate(firsts.tolist())], axis=2)
