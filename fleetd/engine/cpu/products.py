@@ -380,7 +380,7 @@ def _block(
 
 
 def _from_first(weights: F32, firsts: npt.NDArray[np.int64], width: int) -> F32:
-    """Of weights (K, G, n, ≥ width + firsts[-1]) those from each query's first key on: (K, G, n, width).
+    """The weights (K, G, n, ≥ width + firsts[-1]) from each query's first key on: (K, G, n, width).
 
     A view if each query begins one key after the one before it.
     """
