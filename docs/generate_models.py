@@ -43,8 +43,8 @@ run of the tests, all of them in `make test-long`.
   windows are full the last bit of their log-probabilities may differ.
 - **sparse**: smart prefill may leave tokens out of the prompt; *text*: it shortens the text instead.
 - **any chunks**: on a CPU in f32, *yes* means that a prompt gives the same bytes wherever it is cut into
-  chunks; *no* means that the last bits differ, with and without stages, so that only the same chunks give
-  the same bytes."""
+  chunks; *no* means that the last bits may differ, with and without stages, so that only the same chunks are
+  relied on."""
 
 _TEXT = "Models of these types read pictures around a text model of any type above, which is what is cut: {}."
 

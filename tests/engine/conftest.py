@@ -17,6 +17,7 @@ import tiny_architectures
 import tiny_models
 from asking import folder_of
 from disk_worker import BLOCK
+from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from two_disks import PROMPT, TwoMachines
 
@@ -129,11 +130,18 @@ def cpu_installed(on_cpu: None) -> Iterator[None]:
     }
     stock = {name: getattr(mx.fast, name) for name in ("scaled_dot_product_attention", "rms_norm", "rope")}
     linear, head = nn.Linear.__call__, nn.Embedding.as_linear
+    windows = [
+        (cache, name, getattr(cache, name))
+        for cache in (RotatingKVCache, BatchRotatingKVCache)
+        for name in ("keys_and_values", "make_mask")
+    ]
     mlx_functions.install()
     yield
     mx.enable_compile()
     for name, function in stock.items():
         setattr(mx.fast, name, function)
     nn.Linear.__call__, nn.Embedding.as_linear = linear, head
+    for cache, name, function in windows:
+        setattr(cache, name, function)
     for module, function in modules.items():
         module.swiglu = function

@@ -26,7 +26,7 @@ from fleetd.hardware.probe import cores
 F32 = npt.NDArray[np.float32]
 CHANGED = "the bits of one row depend on what was computed beside it: MKL no longer adds as cpu.py assumes"
 # Around every bound at which MKL, the blocks or the pieces of a sum change their ways.
-EDGES = [15, 16, 17, 127, 128, 129, 191, 192, 193, 383, 384, 385, 1023, 1024, 1025]
+EDGES = [15, 16, 17, 127, 128, 129, 159, 160, 161, 191, 192, 193, 319, 320, 321, 383, 385, 1023, 1024, 1025]
 SHAPES = [(9, 3, 64), (16, 8, 128), (4, 4, 80), (4, 1, 64)]
 
 
@@ -108,6 +108,72 @@ def test_attention_in_any_chunks_has_the_same_bits(H: int, K: int, D: int) -> No
             )
             assert part is not None
             assert np.array_equal(part, whole[:, :, a:b]), f"{CHANGED} (rows {a} to {b})"
+
+
+@pytest.mark.usefixtures("cpu_installed")
+@pytest.mark.parametrize(("H", "K", "D"), SHAPES)
+@pytest.mark.parametrize("window", [5, 31, 64, 128, 129, 200, 512])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_a_windows_query_has_the_bits_it_has_alone(
+    H: int, K: int, D: int, window: int, *, sunk: bool
+) -> None:
+    """In any chunks, with as many keys before as a cache has there, and more."""
+    S = 700
+    q, k, v = draw(1, 1, H, S, D), draw(2, 1, K, S, D), draw(3, 1, K, S, D)
+    sinks = draw(4, H) if sunk else None
+    whole = products.scaled_dot_product_attention(q, k, v, D**-0.5, causal(S, S, window=window), sinks)
+    assert whole is not None
+    for t in (0, 4, 30, 31, 127, 128, 199, 200, 201, 511, 512, 513, 699):
+        a = max(0, t + 1 - window)
+        alone = products.scaled_dot_product_attention(
+            q[:, :, t : t + 1], k[:, :, a : t + 1], v[:, :, a : t + 1], D**-0.5, None, sinks
+        )
+        assert alone is not None
+        assert np.array_equal(alone[:, :, 0], whole[:, :, t]), f"{CHANGED} (query {t})"
+    for cuts in ([1, 2, 17, 193], [64, 320, 576], [127, 129, 383, 385]):
+        for a, b in itertools.pairwise([0, *cuts, S]):
+            start = max(0, a + 1 - window)
+            part = products.scaled_dot_product_attention(
+                q[:, :, a:b],
+                k[:, :, start:b],
+                v[:, :, start:b],
+                D**-0.5,
+                causal(b - a, b - start, window=window),
+                sinks,
+            )
+            assert part is not None
+            assert np.array_equal(part, whole[:, :, a:b]), f"{CHANGED} (rows {a} to {b})"
+
+
+@pytest.mark.usefixtures("cpu_installed")
+def test_a_window_with_gaps_has_the_same_bits_in_any_chunks() -> None:
+    """Of tokens that stand apart, a query may see hundreds less than the one before it."""
+    at = np.sort(np.random.default_rng(8).choice(1500, 600, replace=False))
+    at[350:] += 900
+    seen = (at[None] <= at[:, None]) & (at[:, None] - at[None] < 400)
+    q, k, v = draw(1, 1, 4, 600, 64), draw(2, 1, 2, 600, 64), draw(3, 1, 2, 600, 64)
+    whole = products.scaled_dot_product_attention(q, k, v, 0.125, seen)
+    assert whole is not None
+    np.testing.assert_allclose(whole, oracle(q, k, v, 0.125, seen), rtol=2e-4, atol=2e-5)
+    for a, b in itertools.pairwise([0, 1, 48, 200, 349, 351, 400, 600]):
+        part = products.scaled_dot_product_attention(
+            q[:, :, a:b], k[:, :, :b], v[:, :, :b], 0.125, seen[a:b, :b]
+        )
+        assert part is not None
+        assert np.array_equal(part, whole[:, :, a:b]), f"{CHANGED} (rows {a} to {b})"
+
+
+@pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 200), (5, 5), (130, 130), (7, 300), (128, 193)])
+@pytest.mark.parametrize("window", [None, 3, 50])
+def test_sinks_are_keys_without_a_value(T: int, S: int, window: int | None) -> None:
+    q, k, v, sinks = draw(1, 2, 8, T, 64), draw(2, 2, 2, S, 64), draw(3, 2, 2, S, 64), draw(4, 8)
+    mask = causal(T, S, window=window)
+    out = products.scaled_dot_product_attention(q, k, v, 0.125, mask, sinks)
+    stock = mx.fast.scaled_dot_product_attention(
+        *map(mx.array, (q, k, v)), scale=0.125, mask=mx.array(mask), sinks=mx.array(sinks), stream=mx.cpu
+    )
+    assert out is not None
+    np.testing.assert_allclose(out, np.array(stock), rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.usefixtures("cpu_installed")

@@ -33,8 +33,7 @@ PROMPT = [(7 * i + 3) % 64 for i in range(90)]
 OTHERS = [[(5 * i + 11) % 64 for i in range(40)], [9, 8, 7, 6, 5, 4, 3, 2]]
 # Rows alone; windows beside them; windows with sinks; running states; latents; keys read by later layers.
 QUICK = ["llama", "gemma3_text", "gpt_oss", "qwen3_5", "deepseek_v3", "gemma3n"]
-# A window in a batch is padded, and MLX sums it in another order, with quantised rows or without.
-IN_BATCH = ["llama", "qwen3_5", "deepseek_v3"]
+IN_BATCH = ["llama", "gemma3_text", "gpt_oss", "qwen3_5", "deepseek_v3"]
 
 
 def held(name: str, bits: int) -> tuple[Any, RowPrecision]:

@@ -144,7 +144,6 @@ def test_everything_kept_is_dense(name: str) -> None:
                 layer.expect(range(a, b))
                 if gaps:
                     layer.offset = RopeOffset(int(layer.offset), mx.arange(a, b))
-            # In a window that rotates a single token meets the same keys in another order.
             assert_same(name, np.array(model(mx.array([tokens[a:b]]), cache=caches)), np.array(native))
 
 

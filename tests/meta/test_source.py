@@ -393,8 +393,12 @@ def test_no_pattern_of_a_field_lets_a_newline_follow() -> None:
 
 # What any module may ask of mlx-lm: to make a model's caches, and a list of tokens.
 ANY_MODULE = {"make_prompt_cache", "TokenBuffer"}
-# The table of kinds, and caches of sparse prefill's own.
-KNOW_CACHES = ("fleetd/engine/sequence_state/", "fleetd/engine/sparse_prefill/sparse_caches.py")
+# The table of kinds, caches of sparse prefill's own, and what a CPU reads of windows in place of mlx-lm's.
+KNOW_CACHES = (
+    "fleetd/engine/sequence_state/",
+    "fleetd/engine/sparse_prefill/sparse_caches.py",
+    "fleetd/engine/cpu/windows.py",
+)
 
 
 def test_one_package_knows_the_cache_classes_of_mlx_lm() -> None:

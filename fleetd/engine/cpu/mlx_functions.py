@@ -13,14 +13,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import activations, switch_layers
 
-from fleetd.engine.cpu import computed, products, row_functions
+from fleetd.engine.cpu import computed, products, row_functions, windows
 from fleetd.engine.cpu.computed import view
 from fleetd.engine.cpu.rotary import rotation
 
 
 def install() -> None:
-    """Replace MLX's attention, RMS norm, rotary embedding and linear layers, and mlx-lm's ``swiglu``. Once,
-    on a CPU device.
+    """Replace MLX's attention, RMS norm, rotary embedding and linear layers, and mlx-lm's ``swiglu`` and what
+    its sliding windows hand out. Once, on a CPU device.
 
     Also turns off ``mx.compile``, which on a CPU runs the system's C++ compiler for half a second for every
     new constant (each ``top_p`` a client thinks of), and loads what it built from a well-known place in /tmp.
@@ -41,6 +41,7 @@ def install() -> None:
 
     nn.Linear.__call__ = linear
     nn.Embedding.as_linear = head
+    windows.install()
     stock_swiglu = activations.swiglu
     activations.swiglu = switch_layers.swiglu = fast_swiglu = _swiglu(stock_swiglu)
     # Model modules import the function by name; those already imported hold the old one.
@@ -60,11 +61,13 @@ def _attention(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
         sinks: Any = None,
         **rest: Any,
     ) -> mx.array:
-        if sinks is None and not rest and q.dtype == k.dtype == v.dtype == mx.float32:
+        known = sinks is None or sinks.dtype == mx.float32
+        if known and not rest and q.dtype == k.dtype == v.dtype == mx.float32:
             # At once: each time that MLX is waited for takes longer than to add a row to a cache.
-            mx.eval(q, k, v, mask)
+            mx.eval(q, k, v, mask, sinks)
             rows = view(mask) if isinstance(mask, mx.array) else mask
-            out = products.scaled_dot_product_attention(view(q), view(k), view(v), scale, rows)
+            of_head = None if sinks is None else view(sinks)
+            out = products.scaled_dot_product_attention(view(q), view(k), view(v), scale, rows, of_head)
             if out is not None:
                 return computed.array(out)
         return stock(q, k, v, scale=scale, mask=mask, sinks=sinks, **rest)

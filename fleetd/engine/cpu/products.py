@@ -10,10 +10,10 @@ Stock MLX on a CPU links the reference BLAS, multiplies f16 and quantised weight
 ``mlx_functions.install`` puts attention, and what else stands between products, in place of MLX's.
 
 Exactness: MKL runs in its strict reproducible mode, in which one row of a product has the same bits however
-many rows are computed with it, from ``ROWS`` rows and ``COLUMNS`` columns up, and zeros at the end of a sum
-change nothing. Everything here keeps to those bounds by padding. So a token's numbers depend on the tokens
-before it and on nothing else: not on who shares the batch, not on where a prompt was cut into chunks, not on
-whether its tokens came one by one or as a block. ``tests/engine/test_cpu.py`` holds MKL to it.
+many rows are computed with it, from ``ROWS`` rows and ``COLUMNS`` columns up, and zeros at either end of a
+sum change nothing. Everything here keeps to those bounds by padding. So a token's numbers depend on the
+tokens before it and on nothing else: not on who shares the batch, not on where a prompt was cut into chunks,
+not on whether its tokens came one by one or as a block. ``tests/engine/test_cpu.py`` holds MKL to it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
 
 from fleetd.hardware.facts import text
 from fleetd.hardware.probe import cores
@@ -49,9 +50,11 @@ BLOCK, LEAST_BLOCK = 64, 16
 # Multiplications of one attention from which MKL's threads share its products. They spin for a while after
 # each, so a small one costs other processes more than it gains.
 SHARED_WORK = 1 << 22
-# Sums over keys are formed in pieces of this length, one after the other: MKL adds up to 192 terms in one
-# run, and splits longer sums in a way that depends on their length.
-PIECE = 192
+# Sums over keys are formed in pieces of this length, one after the other, from the first key that a query
+# sees: MKL adds up to RUN terms in one run, and splits longer sums in a way that depends on their length.
+# Zeros at either end of a run change nothing, so queries whose first keys differ by up to the rest of a run
+# are multiplied together.
+PIECE, RUN = 160, 192
 
 _blas: ctypes.CDLL | None = None
 _threads: ThreadPoolExecutor | None = None
@@ -210,13 +213,14 @@ def _view(array: mx.array) -> npt.NDArray[Any]:
 
 
 def scaled_dot_product_attention(
-    q: F32, k: F32, v: F32, scale: float, mask: npt.NDArray[Any] | str | None
+    q: F32, k: F32, v: F32, scale: float, mask: npt.NDArray[Any] | str | None, sinks: F32 | None = None
 ) -> F32 | None:
     """softmax(scale · q kᵀ + mask) v in blocks of queries.
 
     Args:
         q: (B, H, T, D); k: (B, K, S, D); v: (B, K, S, Dv); H a multiple of K, all f32.
         mask: None, "causal" (query t sees keys up to S - T + t), or bool, broadcastable to (B, 1, T, S).
+        sinks: (H,), the score of a key that every query of a head sees, whose value is zero.
 
     Returns:
         (B, H, T, Dv), or None if the mask is of a kind this does not know; the caller then uses stock MLX.
@@ -231,35 +235,47 @@ def scaled_dot_product_attention(
         rows = np.broadcast_to(mask if mask.ndim == 4 else mask[None, None], (B, 1, T, S))[:, 0]
     tasks: list[Callable[[], None]] = []
     size = block_size(T, _thread_count)
+    sinks = None if sinks is None else sinks.reshape(K, H // K, 1, 1)
     for b in range(B):
-        start, visible = 0, None
+        start, visible, first = 0, None, None
         if rows is not None:
             # Left padding (a batch of unequal lengths): drop it instead of masking it, so that the row is
             # computed from the same numbers in the same order as if it were alone. What no query sees is
             # padding; with a sliding window the last query alone sees less than the ones before it.
             start = int(rows[b].any(axis=0).argmax())
             visible = rows[b, :, start:]
-            if _is_causal(visible):
+            if (first := _first_seen(visible)) is not None:
                 visible = None
         qb = q[b].reshape(K, H // K, T, D)
         ob = out[b].reshape(K, H // K, T, -1)
         kb, vb = k[b, :, start:], v[b, :, start:]
         causal = mask is not None and visible is None
-        for t in range(0, T, size):
+        t = 0
+        while t < T:
             n = min(size, T - t)
+            begin, firsts = 0, None
+            if first is not None and first[-1]:
+                # A sliding window: each query's sums begin at the first key that it sees itself.
+                begin = int(first[t])
+                n = int(np.searchsorted(first[t : t + n], begin + RUN - PIECE, side="right"))
+                if first[t + n - 1] > begin:
+                    firsts = first[t : t + n] - begin
             end = kb.shape[1] - T + t + n if causal else kb.shape[1]
             tasks.append(
                 partial(
                     _block,
                     qb[:, :, t : t + n],
-                    kb[:, :end],
-                    vb[:, :end],
+                    kb[:, begin:end],
+                    vb[:, begin:end],
                     scale,
                     ob[:, :, t : t + n],
                     causal=causal,
                     visible=None if visible is None else visible[t : t + n],
+                    firsts=firsts,
+                    sinks=sinks,
                 )
             )
+            t += n
     if _blas is not None:
         # Of this thread; 0 stands for as many as the process has.
         _blas.MKL_Set_Num_Threads_Local(0 if B * T * H * S * D >= SHARED_WORK else 1)
@@ -287,27 +303,44 @@ def _all(tasks: list[Callable[[], None]], *, wide: bool) -> None:
         done.result()
 
 
-def _is_causal(visible: npt.NDArray[np.bool_]) -> bool:
-    """True if a (T, S) mask is plain causal: row t sees exactly the first S - T + t + 1 keys."""
+def _first_seen(visible: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
+    """The first key (T,) that each query of a (T, S) mask sees, if it sees all from there to its own, query t
+    the first S - T + t + 1, and none sees keys that one before it does not; else None."""
     T, S = visible.shape
+    first = visible.argmax(axis=1)
     if T == 1:
-        return bool(visible.all())
-    return bool((visible == np.tri(T, S, S - T, dtype=np.bool_)).all())
+        return first if visible[0, int(first[0]) :].all() else None
+    at = np.arange(S)
+    band = (at >= first[:, None]) & (at <= np.arange(S - T, S)[:, None])
+    return first if np.array_equal(visible, band) and bool((np.diff(first) >= 0).all()) else None
 
 
 def _block(
-    q: F32, k: F32, v: F32, scale: float, out: F32, *, causal: bool, visible: npt.NDArray[np.bool_] | None
+    q: F32,
+    k: F32,
+    v: F32,
+    scale: float,
+    out: F32,
+    *,
+    causal: bool,
+    visible: npt.NDArray[np.bool_] | None,
+    firsts: npt.NDArray[np.int64] | None,
+    sinks: F32 | None,
 ) -> None:
     """One block: q (K, G, n, D), k (K, S, D), v (K, S, Dv) → out (K, G, n, Dv), in place.
 
-    With ``causal`` the last of the n queries sees all S keys.
+    With ``causal`` the last of the n queries sees all S keys, but for those before the first that each of
+    them sees, ``firsts`` (n,), which ascend from 0 to at most RUN - PIECE. ``sinks``: (K, G, 1, 1).
     """
     K, G, n, D = q.shape
     S = k.shape[1]
     rows = max(ROWS, G * n)
     queries = np.zeros((K, rows, D), dtype=np.float32)
     np.multiply(q, np.float32(scale), out=queries[:, : G * n].reshape(K, G, n, D))
-    width = -(-S // PIECE) * PIECE
+    spread = 0 if firsts is None else int(firsts[-1])
+    whole = -(-S // PIECE) * PIECE
+    # With room for ``_from_first``.
+    width = whole + spread
     scores = np.empty((K, rows, width), dtype=np.float32)
     scores[..., S:] = -np.inf
     if S < COLUMNS:
@@ -323,28 +356,80 @@ def _block(
         by_query[..., S - n : S][..., np.triu(np.ones((n, n), dtype=np.bool_), 1)] = -np.inf
     elif visible is not None:
         by_query[..., :S][..., ~visible] = -np.inf
-    scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
+    if firsts is not None:
+        # And the first few.
+        by_query[..., :spread][..., np.arange(spread) < firsts[:, None]] = -np.inf
+    peak = np.maximum.reduce(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        of_query = peak[:, : G * n].reshape(K, G, n, 1)
+        np.maximum(of_query, sinks, out=of_query)
+    scores -= peak
     np.exp(scores, out=scores)
-    pieces = np.add.reduce(scores.reshape(K, rows, width // PIECE, PIECE), axis=-1)
+    weights = scores if firsts is None else _from_first(by_query, firsts, whole)
+    pieces = np.add.reduce(weights.reshape(*weights.shape[:-1], whole // PIECE, PIECE), axis=-1)
     total = np.add.accumulate(pieces, axis=-1)[..., -1:]
+    total = total[:, : G * n].reshape(K, G, n, 1) if firsts is None else total
+    if sinks is not None:
+        total = total + np.exp(sinks - of_query)
     result = np.empty((K, rows, v.shape[2]), dtype=np.float32)
-    _product(scores[..., : v.shape[1]], v, result, transposed=False)
-    result /= total
-    out[...] = result[:, : G * n].reshape(K, G, n, -1)
+    if firsts is None:
+        _product(scores[..., : v.shape[1]], v, result, transposed=False)
+    else:
+        _product_from_first(weights, v, firsts, result)
+    np.divide(result[:, : G * n].reshape(K, G, n, -1), total, out=out)
 
 
-def _product(a: F32, b: F32, out: F32, *, transposed: bool) -> None:
-    """a (K, M, I) times b (K, I, N), or b (K, N, I) transposed, into out (K, M, N).
+def _from_first(weights: F32, firsts: npt.NDArray[np.int64], width: int) -> F32:
+    """The weights (K, G, n, ≥ width + firsts[-1]) from each query's first key on: (K, G, n, width).
+
+    A view if each query begins one key after the one before it.
+    """
+    if _in_steps(firsts):
+        return _slanted(weights, width)
+    return np.stack([weights[:, :, t, at : at + width] for t, at in enumerate(firsts.tolist())], axis=2)
+
+
+def _product_from_first(weights: F32, v: F32, firsts: npt.NDArray[np.int64], out: F32) -> None:
+    """What ``_from_first`` made times v (K, S, N), into out (K, ≥ G·n, N), in the pieces that each query has
+    alone."""
+    K, G, n, _ = weights.shape
+    S = v.shape[1]
+    run = np.zeros((K, out.shape[1], PIECE + int(firsts[-1])), dtype=np.float32)
+    placed = run[:, : G * n].reshape(K, G, n, -1)
+    even = _slanted(placed, PIECE) if _in_steps(firsts) else None
+    for at in range(0, S, PIECE):
+        piece = weights[..., at : at + PIECE]
+        if even is not None:
+            even[...] = piece
+        else:
+            for t, first in enumerate(firsts.tolist()):
+                placed[:, :, t, first : first + PIECE] = piece[:, :, t]
+        count = min(run.shape[2], S - at)
+        _product(run[..., :count], v[:, at : at + count], out, transposed=False, piece=RUN, onto=at > 0)
+
+
+def _in_steps(firsts: npt.NDArray[np.int64]) -> bool:
+    return int(firsts[-1]) == len(firsts) - 1 and bool((np.diff(firsts) == 1).all())
+
+
+def _slanted(rows: F32, width: int) -> F32:
+    """A view (K, G, n, width) of rows (K, G, n, ≥ width + n - 1), each of which begins one further right."""
+    strides = (*rows.strides[:2], rows.strides[2] + rows.strides[3], rows.strides[3])
+    return as_strided(rows, (*rows.shape[:3], width), strides)
+
+
+def _product(a: F32, b: F32, out: F32, *, transposed: bool, piece: int = PIECE, onto: bool = False) -> None:
+    """a (K, M, I) times b (K, I, N), or b (K, N, I) transposed, into out (K, M, N); ``onto``: added to it.
 
     Sums over I are formed in pieces, unless ``b`` is transposed.
     """
     inner = a.shape[2]
-    piece = inner if transposed else PIECE
+    piece = inner if transposed else piece
     if _blas is None or any(x.strides[2] != 4 for x in (a, b, out)):
         for at in range(0, inner, piece):
             part = b.transpose(0, 2, 1) if transposed else b[:, at : at + piece]
             product = np.matmul(a[..., at : at + piece], part)
-            np.add(out, product, out=out) if at else np.copyto(out, product)
+            np.add(out, product, out=out) if at or onto else np.copyto(out, product)
         return
     row_major, plain, swapped = 101, 111, 112
     (a_at, a_batch, a_row), (b_at, b_batch, b_row), (out_at, out_batch, out_row) = map(_place, (a, b, out))
@@ -363,7 +448,7 @@ def _product(a: F32, b: F32, out: F32, *, transposed: bool) -> None:
             b_at + 4 * at * b_row,
             b_row,
             b_batch,
-            1.0 if at else 0.0,
+            1.0 if at or onto else 0.0,
             out_at,
             out_row,
             out_batch,

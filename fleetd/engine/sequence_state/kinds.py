@@ -272,6 +272,10 @@ class Window(StateKind):
     def sizes(self, cache: Any) -> StateSizes:
         return StateSizes(0, window_bytes=self._row_bytes(cache), window=self.window(cache))
 
+    def kept(self, cache: Any) -> Sequence[mx.array]:
+        # As they lie: on a CPU, the cache hands them out in the order of their tokens.
+        return tuple(rows[..., : int(cache.offset), :] for rows in self.arrays(cache))
+
     def saved(self, cache: Any) -> Any:
         return rings.saved(cache)
 

@@ -55,7 +55,7 @@ MADE_UP_BYTES = 512 * limits.MIB
 # Steps of one row and of two that are timed in turn; the quickest of each are held against each other.
 PRICED_STEPS = 16
 # Raised when a verdict of before would not be one any more: other comparisons, other arithmetic.
-PROBE_VERSION = 3
+PROBE_VERSION = 4
 
 
 class ProbePlan(msgspec.Struct, frozen=True):
