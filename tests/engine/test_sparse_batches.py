@@ -73,7 +73,7 @@ def decoded(model: Any, sparse: Sparse, together: list[Asked]) -> list[npt.NDArr
     return [np.stack(found[uids[i]]) for i in range(len(together))]
 
 
-# Windows, sinks and experts' matrices round by what they are computed with (decision 4).
+# Experts' matrices round by what they are computed with (decision 4); test_windows.py has windows' bits.
 ROUNDED = {n for n, a in FAMILIES.items() if a.chunks == "same"} | {"mistral"}
 
 
