@@ -20,9 +20,10 @@ from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import STAGE, StreamTag
 from fleetd.engine.streams.handed_over import HandedOverStreams
 
-GROUPS, CUT = 200, 2
-# Allocators keep what they had once.
-LEAST_BYTES = 32 << 20
+GROUPS, TIMES, CUT = 50, 4, 2
+# What so many groups may leave. Allocators take a large piece now and then and keep it, so the least of several
+# times counts: what is left behind is left each time.
+LEAST_BYTES = 8 << 20
 
 
 class MemberThread:
@@ -90,10 +91,13 @@ def test_groups_that_formed_and_ended_leave_no_thread_descriptor_or_memory(on_cp
 
     thread = MemberThread()
     group(whole, thread, ask)
-    before, resident = held(), process.memory_info().rss
-    for _ in range(GROUPS):
-        group(whole, thread, ask)
+    before, left = held(), []
+    for _ in range(TIMES):
+        resident = process.memory_info().rss
+        for _ in range(GROUPS):
+            group(whole, thread, ask)
+        assert held() == before
+        left.append(process.memory_info().rss - resident)
     assert len(set(answers)) == 1
-    assert held() == before
     thread.close()
-    assert process.memory_info().rss - resident < LEAST_BYTES
+    assert min(left) < LEAST_BYTES, left
