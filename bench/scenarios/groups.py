@@ -7,7 +7,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
@@ -62,17 +62,24 @@ async def _measure(runs: int) -> Measured:
         worker_on(here) as whole,
         _group((here, there), (_CUT,), blocks_ahead=True) as group,
         _group((here, there), (_CUT,)) as one_block,
+    ):
+        await _alternate({_WHOLE: whole, _GROUP: group, _ONE_BLOCK: one_block}, runs, seen)
+    # By themselves: workers that only wait take time of those that compute.
+    async with (
         # While one answer is written, one of them computes at a time: two may have one core.
         _group((here, there, here), _THIRDS) as three,
         _group((here, there, here), _THIRDS, direct=False) as relayed,
     ):
-        sides = {_WHOLE: whole, _GROUP: group, _ONE_BLOCK: one_block, _THREE: three, _RELAYED: relayed}
-        for engine in sides.values():
-            await _several(engine, 91, _STREAMS, 24)
-        for run in range(runs):
-            for side in alternated(run, tuple(sides)):
-                await _ask(sides[side], side, run, seen)
+        await _alternate({_THREE: three, _RELAYED: relayed}, runs, seen)
     return Measured(_figures(seen), _HOW)
+
+
+async def _alternate(sides: Mapping[str, EngineProcess], runs: int, seen: Samples) -> None:
+    for engine in sides.values():
+        await _several(engine, 91, _STREAMS, 24)
+    for run in range(runs):
+        for side in alternated(run, tuple(sides)):
+            await _ask(sides[side], side, run, seen)
 
 
 async def _ask(engine: EngineProcess, side: str, run: int, seen: Samples) -> None:
