@@ -179,6 +179,16 @@ def test_files_of_models_are_opened_in_one_place() -> None:
     assert found == []
 
 
+def test_no_large_file_is_in_the_tree() -> None:
+    """Weights, wheels and archives are fetched, and never committed."""
+    folders = ("bench", "demo", "docs", "eval", "fleetctl", "fleetd", "packaging", "tests")
+    files = [file for folder in folders for file in (REPO / folder).rglob("*")]
+    # Logs of tests begin with a dot.
+    files += [file for file in REPO.iterdir() if not file.name.startswith(".")]
+    assert len(files) > 1000
+    assert [str(file) for file in files if file.is_file() and file.stat().st_size > limits.MIB] == []
+
+
 # ---- Bounds ----------------------------------------------------------------------------------------------
 
 
