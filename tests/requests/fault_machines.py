@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import itertools
 import os
 import signal
@@ -24,6 +23,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "p2p"))
 
 import forked_programs
+import own_descriptors
 import psutil
 import pytest
 from asking import folder_of
@@ -303,16 +303,13 @@ class FaultMachines:
         # An executor's threads are made as they are needed, up to a few, and kept.
         threads = [t.name for t in threading.enumerate() if not t.name.startswith(_KEPT)]
         return {
-            "descriptors": process.num_fds(),
+            "descriptors": own_descriptors.count(),
             "threads": sorted(threads),
             "tasks": len(asyncio.all_tasks()),
             "processes": len(process.children(recursive=True)),
         }
 
     async def unchanged(self, before: dict[str, Any]) -> None:
-        if self.own() == before:
-            return
-        gc.collect()
         try:
             await settled(lambda: self.own() == before, "")
         except AssertionError:

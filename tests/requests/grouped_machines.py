@@ -22,6 +22,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "p2p"))
 
 import forked_programs
+import own_descriptors
 import psutil
 import pytest
 import set_speeds
@@ -272,7 +273,7 @@ class GroupedMachines:
         """Resources of this process, where the daemons are, and its workers."""
         process = psutil.Process()
         return {
-            "descriptors": process.num_fds(),
+            "descriptors": own_descriptors.count(),
             "tasks": len(asyncio.all_tasks()),
             "processes": len(process.children(recursive=True)),
         }
@@ -287,7 +288,7 @@ class GroupedMachines:
         """What runs here, for a test that fails."""
         tasks = sorted(task.get_name() for task in asyncio.all_tasks())
         children = [(child.pid, child.status()) for child in psutil.Process().children(recursive=True)]
-        return f"{children}; {tasks}; {threading.enumerate()}"
+        return f"{children}; {tasks}; {own_descriptors.named()}; {threading.enumerate()}"
 
 
 @contextlib.asynccontextmanager
