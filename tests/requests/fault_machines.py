@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "p2p"))
 
 import forked_programs
-import own_descriptors
+import own_resources
 import psutil
 import pytest
 from asking import folder_of
@@ -42,6 +43,7 @@ from fault_table import CHUNK, HELPERS, HOME, Scenario
 from fleet_nodes import running, settings, together
 from forked_programs import Programs
 from msgspec.structs import replace
+from own_resources import grown
 from request_events import RequestEvents
 from runners import runner_over
 from sharing import write
@@ -297,21 +299,21 @@ class FaultMachines:
             assert len(machine.node.bulk._tickets) == 0, f"{machine.name} still expects somebody"
             assert not any(machine.pool._claims.values()), f"{machine.name} still uses an engine"
 
-    def own(self) -> dict[str, Any]:
+    def own(self) -> dict[str, int]:
         """Resources of this process, where the daemons are."""
         process = psutil.Process()
         # An executor's threads are made as they are needed, up to a few, and kept.
-        threads = [t.name for t in threading.enumerate() if not t.name.startswith(_KEPT)]
+        threads = Counter(t.name for t in threading.enumerate() if not t.name.startswith(_KEPT))
         return {
-            "descriptors": own_descriptors.count(),
-            "threads": sorted(threads),
+            "descriptors": own_resources.descriptors(),
             "tasks": len(asyncio.all_tasks()),
             "processes": len(process.children(recursive=True)),
+            **threads,
         }
 
-    async def unchanged(self, before: dict[str, Any]) -> None:
+    async def unchanged(self, before: dict[str, int]) -> None:
         try:
-            await settled(lambda: self.own() == before, "")
+            await settled(lambda: not grown(self.own(), before), "")
         except AssertionError:
             raise AssertionError(f"{self.own()} was {before}") from None
 

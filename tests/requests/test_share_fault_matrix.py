@@ -63,7 +63,7 @@ class KeptMachines:
 
     machines: FaultMachines
     runner: asyncio.Runner
-    before: dict[str, Any]
+    before: dict[str, int]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptMachines]:
                 await keeper
             return keeper
 
-        async def at_rest() -> dict[str, Any]:
+        async def at_rest() -> dict[str, int]:
             return made.result().own()
 
         async def end(keeper: asyncio.Task[None]) -> None:
@@ -238,7 +238,7 @@ def test_a_fault_costs_time_and_nothing_else(kept: KeptMachines, case: Case) -> 
     kept.runner.run(_strike(kept.machines, case, kept.before))
 
 
-async def _strike(fleet: FaultMachines, case: Case, before: dict[str, Any]) -> None:
+async def _strike(fleet: FaultMachines, case: Case, before: dict[str, int]) -> None:
     number = _CASES.index(case)
     fleet.scenario = case.scenario
     marker = case.short.marker if case.short is not None else ""
