@@ -174,6 +174,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     members: list[HeldLayers] = []
     # Why it is cut otherwise than at first, as a sentence: what its machines were measured to take.
     cut_anew: str = ""
+    # While it loads, why it is loaded once more in the middle of an answer: the machine that was lost.
+    again: str = ""
     # Requests by what is done for them; ``assisting``: parts of other machines' prompts.
     prefilling: int = 0
     decoding: int = 0
@@ -202,6 +204,19 @@ class EngineStatus(msgspec.Struct, frozen=True):
     def evictable(self) -> bool:
         """True while the worker would give its memory back to a model that needs it."""
         return self.state == "ready" and not self.busy and not self.assisting and not self.pinned
+
+
+class RunningPull(msgspec.Struct, frozen=True):
+    """A model, or layers of one, that are being fetched.
+
+    ``stage``: what is done now, with the file: "downloading model.safetensors"; "" before anything is.
+    """
+
+    model: str = ""
+    stage: str = ""
+    # Bytes of the stage that are there, of all; 0 of 0 if that is not known.
+    done_bytes: int = 0
+    total_bytes: int = 0
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
@@ -259,6 +274,8 @@ class DaemonStatus(msgspec.Struct, frozen=True):
     machine: HardwareReading = HardwareReading()
     memory: MemoryBudget = MemoryBudget()
     engines: list[EngineStatus] = []
+    # Models on their way to this machine's disk.
+    pulls: list[RunningPull] = []
     requests: RequestCounts = RequestCounts()
     power: PowerView = PowerView()
     fleet: FleetView = FleetView()

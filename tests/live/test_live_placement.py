@@ -92,9 +92,9 @@ def test_a_plan_says_who_would_hold_what_and_loading_does_it(pair: LiveFleet) ->
         alpha, "status"
     )
     until(lambda: "asked by alpha" in fleetctl(beta, "status"), 30)
-    held = f"layers {first}-{last - 1} of 30 of {SMOL}, asked by alpha"
-    assert held in fleetctl(beta, "status")
-    until(lambda: f"({held.partition(' of ' + SMOL)[0]}, for alpha)" in fleetctl(alpha, "peers"), 30)
+    held = f"layers {first}-{last - 1} of 30"
+    assert f"{SMOL}: {held}, asked by alpha" in fleetctl(beta, "status")
+    until(lambda: f"({held}, for alpha)" in fleetctl(alpha, "peers"), 30)
     answer(alpha)
     (trace,) = alpha.control("GET", "/fleet/v1/traces?last=1")["traces"]
     assert (trace["chosen"]["kind"], trace["chosen"]["cuts"]) == ("group", [0, first, last])

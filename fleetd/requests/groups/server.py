@@ -213,8 +213,7 @@ class StageServer:
             async for step in steps:
                 stream.send(messages.encode(StageTold(step.stage, step.done_bytes, step.total_bytes)))
         path = self._copies.part_path(peer, ask.digest)
-        # Another model may have its name here.
-        return await file_threads.look(parts.folder, path, f"{ask.model}~{ask.digest[:8]}")
+        return await file_threads.look(parts.folder, path, parts.held_name(ask.model, ask.digest))
 
     async def close(self) -> None:
         """End what still runs in the background."""

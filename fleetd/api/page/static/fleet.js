@@ -37,6 +37,7 @@ export function machines() {
     limit: limitOf(card ? machine.card_bytes : machine.memory_bytes, status.memory.available_bytes, status.memory.usable_bytes),
     running: status.requests.running,
     waiting: status.requests.waiting,
+    pulls: status.pulls,
     models: status.engines.map((engine) => ({
       name: engine.part_of || engine.model,
       state: engine.state === "ready" ? "loaded" : engine.state,
@@ -46,8 +47,10 @@ export function machines() {
       part_total: engine.shape?.layers ?? 0,
       part_asked_by: engine.asked_by.join(", "),
       members: engine.members,
+      rank: engine.rank,
+      ranks: engine.ranks,
       cut_anew: engine.cut_anew,
-      note: engine.error || (engine.state === "loading" && engine.stage) || "",
+      note: engine.error || (engine.state === "loading" && [engine.stage, engine.again].filter(Boolean).join("; ")) || "",
       // Weights that a CPU holds packed are not in what its worker reports.
       bytes: Math.max(engine.memory_bytes, (engine.shape?.weights_bytes ?? 0) + engine.prefix_bytes + engine.kv_bytes),
       kept: engine.prefix_bytes,
@@ -192,12 +195,14 @@ function modelList(machine) {
   const idle = models.length - active.length;
   return h("ul", { class: "chips" }, active.map(chip),
     !active.length && h("li", { key: "none", class: "quiet" }, "no model loaded"),
+    (machine.pulls ?? []).map((pull) => h("li", { key: `pull ${pull.model}`, class: "chip" },
+      h("span", { class: "name" }, short(pull.model)), h("span", { class: "tag loading" }, ` ${coming(pull)}`))),
     idle > 0 && h("li", { key: "more", class: "quiet", title: models.filter((model) => !active.includes(model)).map((model) => short(model.name)).join(", ") }, `${counted(idle, "more")} on its disk`.replace("mores", "more")),
     machine.here && !active.some((model) => model.name === state.status.default_model) && loadDefault());
 }
 
 /** Which machine holds which layers: "0–14 here, 15–29 on kitchen"; while they load also how far it is. */
-export function spans({ members }) {
+function spans({ members }) {
   const held = members.map((held) => `${held.first}–${held.last - 1} on ${held.name}${held.relayed ? " (through here)" : ""}${far(held)}`);
   return [`0–${members[0].first - 1} here`, ...held].join(", ");
 }
@@ -206,11 +211,24 @@ function far({ stage, done_bytes, total_bytes }) {
   return stage ? ` (${stage}${stage === "reading" ? `, ${bytes(done_bytes)} of ${bytes(total_bytes)}` : ""})` : "";
 }
 
+/** "downloading model.safetensors, 1.2 GB of 2.3 GB" */
+function coming({ stage, done_bytes, total_bytes }) {
+  return `${stage || "being fetched"}${total_bytes ? `, ${bytes(done_bytes)} of ${bytes(total_bytes)}` : ""}`;
+}
+
+/** What a machine has of a model over several: "layers 0–14 here, 15–29 on kitchen", "part 2 of 2 of every layer, for mini"; "" of others. */
+export function heldTogether(model) {
+  const asked = model.part_asked_by ? `, for ${model.part_asked_by}` : "";
+  if (model.members?.length && model.ranks) return `a part of every layer here and on ${model.members.map((held) => `${held.name}${far(held)}`).join(", ")}`;
+  if (model.members?.length) return `layers ${spans(model)}`;
+  if (model.ranks) return `part ${model.rank + 1} of ${model.ranks} of every layer${asked}`;
+  return model.part_last > 0 ? `layers ${model.part_first}–${model.part_last - 1}${model.part_total ? ` of ${model.part_total}` : ""}${asked}` : "";
+}
+
 function chip(model, at) {
-  const part = model.part_last > 0 ? ` layers ${model.part_first}–${model.part_last - 1}${model.part_total ? ` of ${model.part_total}` : ""}${model.part_asked_by ? `, for ${model.part_asked_by}` : ""}`
-    : model.members?.length > 0 && ` layers ${spans(model)}`;
+  const part = heldTogether(model);
   return h("li", { key: `${model.name} ${model.part_first} ${at}`, class: "chip" },
-    h("span", { class: "name" }, short(model.name)), part && h("span", { class: "tag" }, part),
+    h("span", { class: "name" }, short(model.name)), part && h("span", { class: "tag" }, ` ${part}`),
     model.cut_anew && h("span", { class: "tag", title: model.cut_anew }, " cut anew"),
     model.state !== "loaded" && h("span", { class: `tag ${model.state}` }, ` ${model.state}`),
     model.speed?.prefill_tok_s > 0 && h("span", { class: "quiet" },
