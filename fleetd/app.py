@@ -37,7 +37,7 @@ from fleetd.api.http.disabled_fleet import DisabledFleet
 from fleetd.api.http.services import Services
 from fleetd.composition import DaemonParts
 from fleetd.config import DEFAULT_PORT, Config
-from fleetd.control.daemon_status import DaemonStatus, EngineStatus, HttpAddress
+from fleetd.control.daemon_status import DaemonStatus, EngineStatus, HttpAddress, RequestCounts
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.errors import ConfigError, FleetError, PortInUse
 from fleetd.models import file_threads, parts
@@ -151,10 +151,15 @@ class Daemon:
             memory=self._machine.memory_budget(machine, machine.model_available_bytes),
             engines=[self._for_people(engine) for engine in self._machine.pool.status()],
             pulls=self._parts.running_pulls(),
-            requests=self._runner.counts,
+            requests=self._counts(),
             power=self._awake.view,
             fleet=self._fleet.view() if self._fleet is not None else DisabledFleet().view(),
         )
+
+    def _counts(self) -> RequestCounts:
+        """Requests of chats, and of vectors and scores, which computes another part of the daemon."""
+        counts = self._runner.counts
+        return msgspec.structs.replace(counts, running=counts.running + len(self._parts.vectors.running()))
 
     def _for_people(self, engine: EngineStatus) -> EngineStatus:
         """The engine with its speeds as answers have corrected them since they were measured, and the name

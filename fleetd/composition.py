@@ -18,8 +18,7 @@ from fleetd.api.http.disabled_fleet import DisabledFleet
 from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.config import Config
-from fleetd.control.daemon_status import HardwareReading, MemoryBudget, RunningPull
-from fleetd.control.fleet_change import RunningRequest
+from fleetd.control.daemon_status import HardwareReading, MemoryBudget, RunningPull, RunningRequest
 from fleetd.control.fleet_view import PeerView
 from fleetd.control.group_view import GroupView
 from fleetd.control.model_facts import MeasuredSpeed

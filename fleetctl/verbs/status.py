@@ -12,7 +12,18 @@ import click
 from fleetctl.cli import CliSession, json_option, pass_session
 from fleetctl.render.columns import Column, drawn, fitted, terminal_width
 from fleetctl.render.fleet_words import OFF, crowd_of, label, newcomer, removal, summary
-from fleetctl.render.text import clause, count, duration, labelled, layers, listed, one_line, size, wrapped
+from fleetctl.render.text import (
+    clause,
+    count,
+    duration,
+    labelled,
+    layers,
+    listed,
+    one_line,
+    rough,
+    size,
+    wrapped,
+)
 
 
 @click.command("status")
@@ -45,7 +56,24 @@ def render(status: dict[str, Any], width: int | None) -> str:
         default = one_line(str(status.get("default_model") or "the default model"))
         lines.append(wrapped(f"No model is loaded; {default} loads with the first request.", width))
     lines += [wrapped(pull_words(pull), width) for pull in status.get("pulls") or ()]
+    if running := [_running(request) for request in status.get("running") or ()]:
+        lines += ["", "RUNNING", *(wrapped(line, width) for line in running)]
     return "\n".join(lines)
+
+
+def _running(request: dict[str, Any]) -> str:
+    """What a request does: "qwen3-4b: reading the prompt, 1,280 of 4,367, for claude-cli, since 12 s"."""
+    done, total = request.get("done", 0), request.get("total", 0)
+    plan = request.get("plan") or {}
+    elsewhere = plan.get("kind") not in (None, "", "local")
+    parts = [
+        str(request.get("stage") or "begins"),
+        f"{count(done)} of {count(total)}" if total else "",
+        f"{plan['kind']}: {listed(plan.get('nodes') or ())}" if elsewhere else "",
+        f"for {request['client']}" if request.get("client") else "",
+        f"since {rough(request.get('age_s') or 0)}",
+    ]
+    return one_line(f"{request.get('model')}: {', '.join(filter(None, parts))}")
 
 
 def pull_words(pull: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from fleetd.control.fleet_view import FleetView
 from fleetd.control.model_facts import MeasuredSpeed, ModelShape
-from fleetd.control.prefill_plan import StepView
+from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.text.bounded import Count, Share
 
 #: How short the system is of memory, in its own judgement; "" where it does not say.
@@ -219,6 +219,34 @@ class RunningPull(msgspec.Struct, frozen=True):
     total_bytes: int = 0
 
 
+class RunningRequest(msgspec.Struct, frozen=True):
+    """A request that has not ended. A word of its prompt or answer is never in it.
+
+    ``stage``: what it does now, in words for people; ``done`` of ``total`` is the progress of that, in tokens
+    or bytes, and 0 of 0 if nothing counts it. ``at_s``: Unix time of its arrival; ``age_s``: its seconds.
+    ``client``: the program that asked, as in a trace.
+    ``plan``: how its prompt is read; its ``cuts`` say which machine computes what.
+    """
+
+    id: str = ""
+    model: str = ""
+    route: str = ""
+    asked_by: str = ""
+    client: str = ""
+    at_s: float = 0.0
+    age_s: float = 0.0
+    stage: str = ""
+    done: int = 0
+    total: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    kept_tokens: int = 0
+    completion_tokens: int = 0
+    ttft_s: float | None = None
+    exactness: str = ""
+    plan: OptionView = OptionView()
+
+
 class RequestCounts(msgspec.Struct, frozen=True):
     """Requests now, and since start; a cancelled one is neither completed nor failed."""
 
@@ -277,5 +305,8 @@ class DaemonStatus(msgspec.Struct, frozen=True):
     # Models on their way to this machine's disk.
     pulls: list[RunningPull] = []
     requests: RequestCounts = RequestCounts()
+    # Requests of this machine's clients that have not ended, oldest first. Empty in the events, which tell
+    # them by themselves.
+    running: list[RunningRequest] = []
     power: PowerView = PowerView()
     fleet: FleetView = FleetView()

@@ -21,8 +21,7 @@ from page_fakes import VIEWS, PageWorld, fleet_of, goto, trace
 
 from fleetd import limits
 from fleetd.control import pairing_events
-from fleetd.control.daemon_status import DaemonStatus, HeldLayers, RunningPull
-from fleetd.control.fleet_change import RunningRequest
+from fleetd.control.daemon_status import DaemonStatus, HeldLayers, RunningPull, RunningRequest
 from fleetd.control.fleet_view import FleetView, PeerModel, PeerView
 from fleetd.control.model_facts import ModelShape
 from fleetd.control.prefill_plan import OptionView

@@ -151,6 +151,21 @@ def test_while_a_model_loads_status_says_why_once_more_and_not_that_it_is_loaded
     assert shown.splitlines()[-3].endswith("  1 restart")
 
 
+def test_status_says_how_far_running_requests_are(run: Run, daemon: FakeDaemon) -> None:
+    reading = {"model": "m", "stage": "reading the prompt", "done": 1280, "total": 4367}
+    reading["client"] = "claude-cli"
+    vectors = {"model": "v", "stage": "making vectors", "done": 2, "total": 9}
+    vectors["plan"] = {"kind": "remote", "nodes": ["air", "studio"]}
+    running = [{**reading, "age_s": 12.0}, {**vectors, "age_s": 75.0}]
+    daemon.on("GET", "/fleet/v1/status", Reply({**STATUS, "running": running}))
+    shown = run("status", home=daemon.home).stdout
+    assert shown.endswith(
+        "\n\nRUNNING\n"
+        "m: reading the prompt, 1,280 of 4,367, for claude-cli, since 12 s\n"
+        "v: making vectors, 2 of 9, remote: air and studio, since 1 min 15 s\n"
+    )
+
+
 def test_alone_without_a_daemon_it_says_how_to_start_one(run: Run, short_dir: Path) -> None:
     done = run(home=short_dir / "nope")
     assert done.returncode == 0
