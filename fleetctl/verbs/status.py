@@ -146,7 +146,10 @@ def _held_together(engine: dict[str, Any]) -> str:
         return _divided(engine)
     if members:
         parts = [f"{layers(0, members[0]['first'])} here"]
-        parts += [f"{layers(held['first'], held['last'])} on {one_line(held['name'])}" for held in members]
+        parts += [
+            f"{layers(held['first'], held['last'])} on {one_line(held['name'])}{_far(held)}"
+            for held in members
+        ]
         return ", ".join(parts) + (", cut anew" if engine.get("cut_anew") else "")
     if not engine.get("asked_by"):
         return ""
@@ -155,9 +158,19 @@ def _held_together(engine: dict[str, Any]) -> str:
     return f"{held}{f' of {total}' if total else ''}, asked by {one_line(listed(engine['asked_by']))}"
 
 
+def _far(held: dict[str, Any]) -> str:
+    """How far another machine is with its part: " (reading 1.2 GB of 8.0 GB)"; "" once it has it."""
+    if not (stage := one_line(str(held.get("stage") or ""))):
+        return ""
+    # By name, as model_change.READING is: its module is not loaded here.
+    total = held.get("total_bytes") if stage == "reading" else 0
+    figures = f" {size(held.get('done_bytes'))} of {size(total)}" if total else ""
+    return f" ({stage}{figures})"
+
+
 def _divided(engine: dict[str, Any]) -> str:
     """The part of every layer that a machine has, and which machines have the others."""
-    if names := [held["name"] for held in engine.get("members") or []]:
+    if names := [f"{held['name']}{_far(held)}" for held in engine.get("members") or []]:
         return f"a part of every layer here and on {one_line(listed(names))}{_carried(engine)}"
     part = f"part {engine['rank'] + 1} of {engine['ranks']} of every layer"
     asked_by = engine.get("asked_by") or []

@@ -990,6 +990,19 @@ def test_status_says_who_holds_which_layers(run: Run, daemon: FakeDaemon) -> Non
     assert "n: layers 0-3 of 8, asked by garage and studio" in shown
 
 
+def test_status_says_how_far_each_machine_of_a_group_is(run: Run, daemon: FakeDaemon) -> None:
+    held = {"name": "kitchen", "first": 15, "last": 30, "stage": "reading"}
+    held |= {"done_bytes": 1_200_000_000, "total_bytes": 8_000_000_000}
+    other = {"name": "attic", "first": 30, "last": 31, "stage": "warming up"}
+    front = {"model": "m", "state": "loading", "members": [held, other]}
+    divided = {"model": "d", "state": "loading", "ranks": 2, "members": [held]}
+    daemon.on("GET", "/fleet/v1/status", Reply({"engines": [front, divided]}))
+    shown = run("status", home=daemon.home).stdout
+    far = "(reading 1.2 GB of 8.0 GB)"
+    assert f"m: layers 0-14 here, layers 15-29 on kitchen {far}, layer 30 on attic (warming up)" in shown
+    assert f"d: a part of every layer here and on kitchen {far}" in shown
+
+
 def test_loading_over_several_machines_names_them(run: Run, daemon: FakeDaemon) -> None:
     daemon.on("POST", "/fleet/v1/models/load", pulling(data({"done": True, "name": "m"})))
     done = run("models", "load", "m", "--on", "this, kitchen", home=daemon.home)

@@ -232,7 +232,7 @@ function chip(model, at) {
     model.cut_anew && h("span", { class: "tag", title: model.cut_anew }, " cut anew"),
     model.state !== "loaded" && h("span", { class: `tag ${model.state}` }, ` ${model.state}`),
     model.speed?.prefill_tok_s > 0 && h("span", { class: "quiet" },
-      ` reads ${speed(model.speed.prefill_tok_s)}, writes ${speed(model.speed.decode_tok_s)}`, model.speed.doubt && [" ", h("abbr", { title: model.speed.doubt }, "(uncertain)")], model.capped && " (not believed)"),
+      ` reads ${speed(model.speed.prefill_tok_s)}${model.speed.decode_tok_s > 0 ? `, writes ${speed(model.speed.decode_tok_s)}` : ""}`, model.speed.doubt && [" ", h("abbr", { title: model.speed.doubt }, "(uncertain)")], model.capped && " (not believed)"),
     model.helping > 0 && h("span", { class: "quiet" }, " helping another machine"),
     model.note && h("span", { class: "why" }, ` ${model.note}`));
 }
