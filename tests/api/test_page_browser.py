@@ -552,3 +552,13 @@ def test_divided_layers_and_models_that_are_fetched_are_said_on_the_page(world: 
     page.wait_for_selector(".chip:has-text('other downloading model.safetensors, 1.2 GB of 2.3 GB')")
     goto(page, "models")
     page.wait_for_selector("text=a part of every layer here and on studio")
+
+
+def test_vectors_that_are_made_are_counted_in_texts(world: PageWorld) -> None:
+    world.requests = [
+        RunningRequest("r1", MODEL, route="embeddings", stage="making vectors", done=0, total=256)
+    ]
+    page = world.opened()
+    goto(page, "requests")
+    page.wait_for_selector("text=making vectors: 0 of 256 texts")
+    assert "reads and answers" not in page.inner_text(".running")

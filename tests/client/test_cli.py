@@ -1006,7 +1006,7 @@ def test_status_says_how_far_each_machine_of_a_group_is(run: Run, daemon: FakeDa
 def test_loading_over_several_machines_names_them(run: Run, daemon: FakeDaemon) -> None:
     daemon.on("POST", "/fleet/v1/models/load", pulling(data({"done": True, "name": "m"})))
     done = run("models", "load", "m", "--on", "this, kitchen", home=daemon.home)
-    assert "m is loaded on this and kitchen." in done.stdout
+    assert "m is loaded on this machine and kitchen." in done.stdout
     assert daemon.seen[-1].body == {"model": "m", "placement": ["this", "kitchen"], "stream": True}
     refused = run("models", "load", "m", "--on", "kitchen,", home=daemon.home)
     assert "commas" in refused.stderr

@@ -77,7 +77,7 @@ def test_a_plan_says_who_would_hold_what_and_loading_does_it(pair: LiveFleet) ->
     alpha.control("POST", "/fleet/v1/models/unload", {"model": SMOL})
     page = fleetctl(alpha, "plan", "-m", SMOL, "--on", "this,beta")
     assert "2 machines would hold its 30 layers" in page
-    assert "These 2 machines were named. Each has about as many layers." in page
+    assert "These 2 machines were named. Each has about the same number of layers." in page
     assert not parts(beta)
     fleetctl(alpha, "models", "load", SMOL, "--on", "this,beta")
     ((_, first, last),) = held_elsewhere(alpha)
