@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -46,6 +46,7 @@ from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.pipeline import PipelineStep
+from fleetd.requests.pulls import ModelSource, Pulls
 from fleetd.requests.request import Request
 from fleetd.requests.runner import RequestRunner
 from fleetd.storage.store import Store
@@ -323,6 +324,19 @@ async def test_two_first_requests_share_one_download(make_runner: Make) -> None:
         for events in (first, second):
             assert isinstance([event async for event in events][-1], Finished)
     assert models.pulls == 1
+
+
+async def test_a_download_is_told_with_its_progress_until_it_ends() -> None:
+    models = FakeModels(names=[])
+    pulls = Pulls(cast("ModelSource", models))
+    assert pulls.running == {}
+    async with aclosing(pulls.watch("tiny")) as steps:
+        first = await anext(steps)
+        assert pulls.running == {"tiny": first}
+        models.gate.set()
+        async for _ in steps:
+            pass
+    assert pulls.running == {}
 
 
 async def test_the_first_to_leave_does_not_stop_the_others_download(make_runner: Make) -> None:
