@@ -562,3 +562,13 @@ def test_vectors_that_are_made_are_counted_in_texts(world: PageWorld) -> None:
     goto(page, "requests")
     page.wait_for_selector("text=making vectors: 0 of 256 texts")
     assert "reads and answers" not in page.inner_text(".running")
+
+
+def test_a_peer_that_holds_a_part_for_this_machine_is_not_shown_as_empty(world: PageWorld) -> None:
+    peer = replace(world.fleet.fleet.peers[0], models=[])
+    world.fleet.fleet = replace(world.fleet.fleet, peers=[peer])
+    world.status = together(world, members=[HeldLayers(peer.name, 15, 30)])
+    page = world.opened()
+    row = page.wait_for_selector(f".machines li:has-text('{peer.name}'):has(.chip)")
+    page.wait_for_selector(f".machines li .chip:has-text('layers 15{TO}29 of 30, for')")
+    assert "no model loaded" not in row.inner_text()

@@ -285,6 +285,19 @@ async def test_the_embedded_model_is_fetched_with_progress(make_runner: Make, st
     assert rows(store)[0][:2] == ("tiny", "settled")
 
 
+async def test_an_answer_that_goes_on_after_a_load_is_said_to_be_written(make_runner: Make) -> None:
+    events = answer("r1")
+    at = next(n for n, event in enumerate(events) if isinstance(event, Delta))
+    # Its group was lost: the model is loaded once more, and the text goes on.
+    runner = make_runner(FakePool([*events[: at + 1], Loading("warming up"), *events[at:]]), FakeModels())
+    stages: list[str] = []
+    async with aclosing(planned(runner, job())) as told:
+        async for event in told:
+            if isinstance(event, Delta | Loading):
+                stages += [running.stage for running in runner.running()]
+    assert stages[:3] == ["answering", "warming up", "answering"]
+
+
 async def test_the_request_that_waited_for_a_load_tells_what_each_stage_took(make_runner: Make) -> None:
     traces: list[Trace] = []
     waited = [Loading("starting"), Loading("reading", 0, 2), Loading("reading", 2, 2), *answer("r1")]

@@ -65,17 +65,29 @@ export function machines() {
     total: peer.memory_bytes,
     free: peer.available_bytes,
     limit: limitOf(peer.memory_bytes, peer.available_bytes, peer.usable_bytes),
-    models: peer.models.map((model) => ({
+    models: [...peer.models.map((model) => ({
       ...model,
       // What it has of a model for others is loaded, though the model is not.
       state: model.part_last > 0 && model.state === "installed" ? "loaded" : model.state,
       bytes: model.state === "loaded" && !model.part_last ? (model.shape?.weights_bytes ?? 0) : 0,
-    })),
+    })), ...heldForHere(peer)],
     link: peer.state === "usable" ? { rtt_ms: peer.rtt_ms, bytes_per_s: peer.bytes_per_s, doubtful: peer.link_doubtful,
       kind: peer.paths.find((path) => path.in_use)?.kind ?? "" } : null,
   }));
   peers.sort((one, other) => one.name.localeCompare(other.name) || one.id.localeCompare(other.id));
   return [here, ...peers];
+}
+
+/** What a machine holds of models that this one asked for, as far as it does not tell that itself: it names no part of a model whose files it has not got, and no rank. */
+function heldForHere(peer) {
+  const told = (name) => peer.models.some((model) => model.name === name && model.part_last > 0);
+  return state.status.engines.flatMap((engine) => engine.members.map((held, at) => ({ engine, held, rank: at + 1 })))
+    .filter(({ engine, held }) => held.name === peer.name && !told(engine.model))
+    .map(({ engine, held, rank }) => ({
+      name: engine.model, state: engine.state === "ready" || held.stage === "loaded" ? "loaded" : "loading", bytes: 0,
+      part_first: engine.ranks ? 0 : held.first, part_last: engine.ranks ? 0 : held.last, part_total: engine.shape?.layers ?? 0,
+      rank, ranks: engine.ranks, part_asked_by: hereName() || "this machine",
+    }));
 }
 
 /** How full models may make the memory now, in bytes; 0 if that is not known. */
