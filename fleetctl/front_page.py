@@ -13,6 +13,8 @@ from fleetd.errors import FleetError
 
 Step = tuple[str, str]
 
+# What Claude Code, Codex and opencode need of a model's context (agents.py, which is not loaded here).
+_AGENT_TOKENS = 32_768
 _OTHERS = "`fleetctl --help` lists all commands."
 
 
@@ -93,10 +95,9 @@ def _steps(status: dict[str, Any]) -> list[Step]:
 
 
 def _takes_agents(status: dict[str, Any]) -> bool:
-    """True unless requests go to the model that every daemon begins with: its context is too short."""
-    from fleetd.models.catalog import DEFAULT_MODEL
-
-    return status.get("default_model") != DEFAULT_MODEL
+    """True if a loaded model has a context that is long enough for coding agents."""
+    shapes = [engine.get("shape") or {} for engine in status.get("engines") or ()]
+    return any(shape.get("context_tokens", 0) >= _AGENT_TOKENS for shape in shapes)
 
 
 def _peers(status: dict[str, Any]) -> list[dict[str, Any]]:

@@ -40,8 +40,9 @@ from fleetd.config import DEFAULT_PORT, Config
 from fleetd.control.daemon_status import DaemonStatus, EngineStatus, HttpAddress, RequestCounts
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.errors import ConfigError, FleetError, PortInUse
-from fleetd.models import file_threads, parts
+from fleetd.models import file_threads
 from fleetd.models.model_store import ModelStore
+from fleetd.models.names import shown_name
 from fleetd.models.verify import verify
 from fleetd.p2p.membership.new_identity import finish
 from fleetd.power.keep_awake import KeepAwake
@@ -164,7 +165,7 @@ class Daemon:
     def _for_people(self, engine: EngineStatus) -> EngineStatus:
         """The engine with its speeds as answers have corrected them since they were measured, and the name
         that its model has on the machine that has all of it."""
-        engine = msgspec.structs.replace(engine, part_of=parts.shown_name(engine.part_of))
+        engine = msgspec.structs.replace(engine, part_of=shown_name(engine.part_of))
         speed = self._machine.speeds.of(engine.model)
         if engine.part_of or engine.ranks or not speed.decode_tok_s:
             return engine

@@ -23,8 +23,6 @@ from fleetd.models.layer_files import PARTS, name_of
 from fleetd.storage.durable import sync_file, sync_folder
 
 _DIGEST_CHARS, _SOURCE_CHARS = 32, 16
-# No name of a model has it.
-_MARK = "~"
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -57,16 +55,6 @@ def folder(path: Path, name: str) -> ModelFolder:
     """A part as the folder that a worker loads layers from. Raises ModelCorrupt."""
     os.utime(path)
     return read_folder(path, name=name, source="folder", revision=None)
-
-
-def held_name(name: str, digest: str) -> str:
-    """What a part goes by on this machine, where another model may have the model's name."""
-    return f"{name}{_MARK}{digest[:8]}"
-
-
-def shown_name(name: str) -> str:
-    """The model's own name, of one by ``held_name``; any other as it is."""
-    return name.partition(_MARK)[0]
 
 
 def opened(path: Path, fresh: manifest.Manifest) -> Part:

@@ -99,27 +99,35 @@ def test_alone_it_shows_the_state_and_three_next_steps(run: Run, daemon: FakeDae
 
 
 @pytest.mark.parametrize(
-    ("peers", "default", "line", "step"),
+    ("peers", "context", "line", "step"),
     [
-        ([], "qwen3-4b", "no other machine is paired", "fleetctl pair  let another machine help"),
-        ([("studio", "usable")], "qwen3-4b", "paired with studio", "fleetctl launch claude  start a coding"),
-        ([("studio", "usable")], "smollm2-135m", "paired with studio", "fleetctl models  see which larger"),
+        ([], 0, "no other machine is paired", "fleetctl pair  let another machine help"),
+        (
+            [("studio", "usable")],
+            40_960,
+            "paired with studio",
+            "fleetctl launch claude  start a coding agent",
+        ),
+        ([("studio", "usable")], 8_192, "paired with studio", "fleetctl models  see which larger models fit"),
+        ([("studio", "usable")], 0, "paired with studio", "fleetctl models  see which larger models fit"),
         (
             [("studio", "usable"), ("air", "unreachable")],
-            "qwen3-4b",
+            0,
             "paired with studio; air cannot be used now",
             "fleetctl peers  see why a machine cannot be used",
         ),
     ],
 )
 def test_the_next_steps_follow_from_the_fleet(
-    run: Run, daemon: FakeDaemon, peers: list[tuple[str, str]], default: str, line: str, step: str
+    run: Run, daemon: FakeDaemon, peers: list[tuple[str, str]], context: int, line: str, step: str
 ) -> None:
     fleet = {"enabled": True, "peers": [{"name": name, "state": state} for name, state in peers]}
-    state = {**STATUS, "engines": [], "fleet": fleet, "default_model": default}
+    loaded = {"model": "m", "state": "ready", "shape": {"context_tokens": context}}
+    state = {**STATUS, "engines": [loaded] if context else [], "fleet": fleet}
     daemon.on("GET", "/fleet/v1/status", Reply(state))
     shown = run(home=daemon.home).stdout
-    assert f"no model is loaded; {default} loads with the first question\n" in shown
+    said = "m is loaded" if context else "no model is loaded; smollm2-135m loads with the first question"
+    assert f"\n{said}\n" in shown
     assert f"\n{line}\n" in shown
     assert step in shown
 
