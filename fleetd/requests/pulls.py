@@ -43,7 +43,7 @@ class Pulls:
 
     @property
     def running(self) -> dict[str, PullProgress | None]:
-        """By model, how far its download is; None before its first step."""
+        """How far each download is, by model; None before its first step."""
         return {ref: pull.latest for ref, pull in self._pulls.items()}
 
     async def watch(self, ref: str) -> AsyncGenerator[PullProgress, None]:
