@@ -32,7 +32,8 @@ DEV := .venv/.dev-$(EXTRA)
 # modules of all packages; what is imported is a small part, and Python keeps that compiled by itself.
 PIP := set -o pipefail; $(BIN)/python -m pip install --no-input --no-compile --disable-pip-version-check \
 	--progress-bar off
-BRIEF := awk '/(Downloading|Using cached) .*\([0-9.]+ (MB|GB)\)/ { print "  " $$2 " " $$3 " " $$4; fflush() } \
+BRIEF := awk '/(Downloading|Using cached) .*\([0-9.]+ (MB|GB)\)/ { n = split($$(NF-2), dirs, "/"); split(dirs[n], file, "-"); \
+	print "  " file[1] " " file[2] " " $$(NF-1) " " $$NF; fflush() } \
 	/^Installing collected/ { print "  installing"; fflush() }'
 
 # The environment alone, for scripts.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +63,23 @@ def json_option(function: F) -> F:
 
 def note(text: str) -> None:
     """Print a remark on stderr; stdout is for answers."""
-    click.echo(text, err=True)
+    click.echo(_broken(text), err=True)
+
+
+def _broken(text: str) -> str:
+    """Its lines, broken between words if they are longer than those of the terminal at stderr.
+
+    Indented ones stay: they are to be copied, or are laid out already.
+    """
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+    if width is None or all(len(line) <= width for line in text.split("\n")):
+        return text
+    from fleetctl.render.text import wrapped
+
+    return "\n".join(
+        line if line.startswith(" ") or len(line) <= width else wrapped(line, width)
+        for line in text.split("\n")
+    )
 
 
 class LazyGroup(click.Group):
@@ -143,9 +160,10 @@ def show_error(error: FleetError, *, as_json: bool = False) -> None:
         }
         click.echo(json_text({"error": fields}), err=True)
         return
-    click.echo(click.style("error: ", fg="red") + printable(error.message), err=True)
+    said = _broken(f"error: {printable(error.message)}")
+    click.echo(click.style("error: ", fg="red") + said.removeprefix("error: "), err=True)
     if error.hint:
-        click.echo(printable(error.hint), err=True)
+        note(printable(error.hint))
 
 
 def main(arguments: list[str] | None = None) -> int:

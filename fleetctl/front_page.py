@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fleetctl.client import Client
@@ -12,6 +13,8 @@ from fleetd.errors import FleetError
 
 Step = tuple[str, str]
 
+# What Claude Code, Codex and opencode need of a model's context (agents.py, which is not loaded here).
+_AGENT_TOKENS = 32_768
 _OTHERS = "`fleetctl --help` lists all commands."
 
 
@@ -38,12 +41,18 @@ def _state(status: dict[str, Any]) -> list[str]:
     ready = "stopping" if status.get("draining") else "ready" if status.get("ready") else "starting"
     version, up = one_line(str(status.get("version", "?"))), duration(status.get("uptime_s", 0))
     lines = [f"fleetd {version} is {ready}, up {up}"]
-    loaded = [one_line(str(engine.get("model"))) for engine in status.get("engines") or ()]
+    engines = status.get("engines") or ()
+    loaded, loading = (_names(engines, state) for state in ("ready", "loading"))
     default = one_line(str(status.get("default_model") or "the default model"))
     memory = (status.get("machine") or {}).get("available_bytes")
     if loaded:
         lines.append(f"{listed(loaded)} {'are' if loaded[1:] else 'is'} loaded")
-    else:
+    if loading:
+        lines.append(f"{listed(loading)} {'are' if loading[1:] else 'is'} being loaded")
+    fetched = [one_line(str(pull.get("model"))) for pull in status.get("pulls") or ()]
+    if fetched:
+        lines.append(f"{listed(fetched)} {'are' if fetched[1:] else 'is'} being fetched")
+    if not (loaded or loading or fetched):
         lines.append(f"no model is loaded; {default} loads with the first question")
     if memory:
         lines.append(f"{size(memory)} of memory are free")
@@ -60,15 +69,35 @@ def _state(status: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _names(engines: Iterable[dict[str, Any]], state: str) -> list[str]:
+    """The models whose workers are in this state; of some layers it is said that they are no whole model."""
+    found = (engine for engine in engines if engine.get("state") == state)
+    return [
+        f"a part of {one_line(str(engine['part_of']))}"
+        if engine.get("part_of")
+        else one_line(str(engine.get("model")))
+        for engine in found
+    ]
+
+
 def _steps(status: dict[str, Any]) -> list[Step]:
     peers = _peers(status)
+    fleet = status.get("fleet") or {}
     if any(peer.get("state") != "usable" for peer in peers):
         third = ("fleetctl peers", "see why a machine cannot be used")
-    elif peers:
+    elif peers and _takes_agents(status):
         third = ("fleetctl launch claude", "start a coding agent with these models")
+    elif peers or not fleet.get("enabled"):
+        third = ("fleetctl models", "see which larger models fit")
     else:
         third = ("fleetctl pair", "let another machine help")
     return [("fleetctl chat", "ask something"), ("fleetctl open", "see the fleet in a browser"), third]
+
+
+def _takes_agents(status: dict[str, Any]) -> bool:
+    """True if a loaded model has a context that is long enough for coding agents."""
+    shapes = [engine.get("shape") or {} for engine in status.get("engines") or ()]
+    return any(shape.get("context_tokens", 0) >= _AGENT_TOKENS for shape in shapes)
 
 
 def _peers(status: dict[str, Any]) -> list[dict[str, Any]]:

@@ -37,11 +37,12 @@ from fleetd.api.http.disabled_fleet import DisabledFleet
 from fleetd.api.http.services import Services
 from fleetd.composition import DaemonParts
 from fleetd.config import DEFAULT_PORT, Config
-from fleetd.control.daemon_status import DaemonStatus, EngineStatus, HttpAddress
+from fleetd.control.daemon_status import DaemonStatus, EngineStatus, HttpAddress, RequestCounts
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.errors import ConfigError, FleetError, PortInUse
 from fleetd.models import file_threads
 from fleetd.models.model_store import ModelStore
+from fleetd.models.names import shown_name
 from fleetd.models.verify import verify
 from fleetd.p2p.membership.new_identity import finish
 from fleetd.power.keep_awake import KeepAwake
@@ -149,14 +150,22 @@ class Daemon:
             undigested=self._parts.card.undigested if self._parts.card is not None else {},
             machine=machine,
             memory=self._machine.memory_budget(machine, machine.model_available_bytes),
-            engines=[self._with_speed_now(engine) for engine in self._machine.pool.status()],
-            requests=self._runner.counts,
+            engines=[self._for_people(engine) for engine in self._machine.pool.status()],
+            pulls=self._parts.running_pulls(),
+            requests=self._counts(),
             power=self._awake.view,
             fleet=self._fleet.view() if self._fleet is not None else DisabledFleet().view(),
         )
 
-    def _with_speed_now(self, engine: EngineStatus) -> EngineStatus:
-        """The engine with its speeds as answers have corrected them since they were measured."""
+    def _counts(self) -> RequestCounts:
+        """Requests of chats, and of vectors and scores, which computes another part of the daemon."""
+        counts = self._runner.counts
+        return msgspec.structs.replace(counts, running=counts.running + len(self._parts.vectors.running()))
+
+    def _for_people(self, engine: EngineStatus) -> EngineStatus:
+        """The engine with its speeds as answers have corrected them since they were measured, and the name
+        that its model has on the machine that has all of it."""
+        engine = msgspec.structs.replace(engine, part_of=shown_name(engine.part_of))
         speed = self._machine.speeds.of(engine.model)
         if engine.part_of or engine.ranks or not speed.decode_tok_s:
             return engine

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -105,7 +106,7 @@ def _greet(home: Path, api: str) -> None:
     click.echo(
         f"fleetd {__version__} serves {api}\n"
         f"home {printable(str(home))} (Ctrl-C stops it)\n"
-        "next: fleetctl chat - fleetctl open - fleetctl pair",
+        "next, in another terminal: fleetctl chat, fleetctl open or fleetctl pair",
         err=True,
     )
 
@@ -190,5 +191,5 @@ def main() -> None:
     except FleetError as error:
         click.echo(f"fleetd: {printable(error.message)}", err=True)
         if error.hint:
-            click.echo(f"  {printable(error.hint)}", err=True)
+            click.echo(textwrap.indent(printable(error.hint), "  "), err=True)
         sys.exit(next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 1))

@@ -18,8 +18,7 @@ from fleetd.api.http.disabled_fleet import DisabledFleet
 from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.config import Config
-from fleetd.control.daemon_status import HardwareReading, MemoryBudget
-from fleetd.control.fleet_change import RunningRequest
+from fleetd.control.daemon_status import HardwareReading, MemoryBudget, RunningPull, RunningRequest
 from fleetd.control.fleet_view import PeerView
 from fleetd.control.group_view import GroupView
 from fleetd.control.model_facts import MeasuredSpeed
@@ -346,6 +345,16 @@ class DaemonParts:
             async for step in steps:
                 yield step
         self.models_changed()
+
+    def running_pulls(self) -> list[RunningPull]:
+        """The models, and layers of other machines' models, that are being fetched."""
+        parts = self.copies.parts_coming if self.copies is not None else {}
+        return [
+            RunningPull(name)
+            if step is None
+            else RunningPull(name, f"{step.stage} {step.file}".strip(), step.done_bytes, step.total_bytes)
+            for name, step in {**parts, **self.locator.pulls.running}.items()
+        ]
 
     def _current_card(self) -> Card | None:
         """What others are sent of this machine; None while it starts."""

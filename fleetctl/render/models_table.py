@@ -56,11 +56,12 @@ def _place(on: str) -> str:
 
 def recommended_line(models: ModelListing, on: str = "") -> str:
     """The models to take on a machine, in a sentence; "" if the machine is too small for any."""
-    chosen = [
-        f"{entry.name} for {listed([_WORDS[work] for work in entry.recommended])}"
-        for entry in models.catalog
-        if entry.recommended
-    ]
+    chosen = []
+    for entry in models.catalog:
+        if entry.recommended:
+            first = fit_words(entry) if entry.fit.where == "freed" else ""
+            what = f"{entry.name} for {listed([_WORDS[work] for work in entry.recommended])}"
+            chosen.append(f"{what} ({first})" if first else what)
     return f"Recommended {_place(on)}: {', '.join(chosen)}." if chosen else ""
 
 
@@ -177,8 +178,9 @@ def _offered_table(title: str, group: Sequence[OfferedModel], width: int | None,
         Column("FOR", [_roles(entry) for entry in group], 8),
         Column("DOWNLOAD", [size(entry.download_bytes) for entry in group], 8, right=True),
         Column("MEMORY", [size(entry.memory_bytes) for entry in group], 8, right=True),
-        Column("FITS", [fits(entry.fit, on) for entry in group], 7),
     ]
+    if any(entry.fit.where != "here" for entry in group):
+        columns.append(Column("FITS", [fits(entry.fit, on) for entry in group], 7))
     return "\n".join(_with_remarks(columns, group, _offered_remark, width))
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TextIO
 
+from fleetctl.render.columns import shortened
 from fleetctl.render.text import count, one_line, rough, size
 from fleetd.control.model_change import READING, MemberProgress
 
@@ -22,6 +23,8 @@ SHOW_AFTER_S = 0.5
 _REPAINT_S = 0.2
 _PLAIN_FIRST_S = 10.0
 _BAR_CELLS = 24
+# A shorter bar shows less than the figures beside it.
+_BAR_LEAST = 8
 _ERASE = "\r\x1b[K"
 
 
@@ -131,27 +134,27 @@ class Progress:
             ends, detail = self._ends, self._detail
         elapsed_s = max(now - since, 1e-9)
         show, unit = (size, "") if unit == "bytes" else (count, f" {unit}" if unit else "")
-        parts = [one_line(stage)]
+        figures = speed = clock = ""
         if total > 0:
             done = min(done, total)
-            if columns is not None:
-                parts.append(
-                    bar(done / total, _BAR_CELLS, utf8="utf" in (self._stream.encoding or "").lower())
-                )
-            parts.append(f"{show(done)} of {show(total)}{unit}")
+            figures = f"{show(done)} of {show(total)}{unit}"
             rate = (done - first) / elapsed_s
             if rate > 0 and elapsed_s > 1:
-                parts.append(f"{show(rate)}{unit}/s")
+                speed = f"{show(rate)}{unit}/s"
                 if done < total:
-                    parts.append(f"{rough((total - done) / rate)} left")
+                    clock = f"{rough((total - done) / rate)} left"
         if ends is not None:
-            parts.append(f"{rough(max(0.0, ends - now))} left")
+            clock = f"{rough(max(0.0, ends - now))} left"
         elif elapsed_s >= 1 and (total <= 0 or done <= first):
-            parts.append(f"{elapsed_s:.0f} s")
-        if detail:
-            parts.append(f"({one_line(detail)})")
-        line = "  ".join(parts)
-        return line if columns is None else line[: max(columns, 1)]
+            clock = f"{elapsed_s:.0f} s"
+        texts = one_line(stage), figures, speed, clock, f"({one_line(detail)})" if detail else ""
+        if columns is None:
+            return "  ".join(filter(None, texts))
+        return fitted_line(texts, done / total if total > 0 else None, columns, utf8=self._utf8)
+
+    @property
+    def _utf8(self) -> bool:
+        return "utf" in (self._stream.encoding or "").lower()
 
     def _write(self, text: str) -> None:
         try:
@@ -159,6 +162,34 @@ class Progress:
             self._stream.flush()
         except (OSError, ValueError):
             self._stop.set()  # the terminal is gone; the answer may still have a reader
+
+
+def fitted_line(
+    texts: tuple[str, str, str, str, str], share: float | None, columns: int, *, utf8: bool
+) -> str:
+    """One line of at most ``columns`` cells of a stage, figures, a speed, a clock and a detail.
+
+    If there is no room, the bar of ``share`` becomes shorter, then the speed goes, then the bar; then the
+    stage or the detail is cut, whichever is longer. Half a figure would be read as another one.
+    """
+    stage, figures, speed, clock, detail = texts
+    for cells, kept in (
+        (_BAR_CELLS, speed),
+        (_BAR_LEAST, speed),
+        (_BAR_CELLS, ""),
+        (_BAR_LEAST, ""),
+        (0, ""),
+    ):
+        drawn = bar(share, cells, utf8=utf8) if share is not None and cells else ""
+        line = "  ".join(filter(None, (stage, drawn, figures, kept, clock, detail)))
+        if len(line) <= columns:
+            return line
+    over = len(line) - columns
+    if len(detail) > len(stage):
+        detail = shortened(detail, max(1, len(detail) - over))
+    else:
+        stage = shortened(stage, max(1, len(stage) - over))
+    return "  ".join(filter(None, (stage, figures, clock, detail)))[: max(columns, 1)]
 
 
 def bar(share: float, cells: int, *, utf8: bool) -> str:

@@ -11,6 +11,8 @@ from fleetd.text.terminal_text import printable
 # Between a figure and its unit no line is broken.
 _UNIT_SPACE = re.compile(r"(?<=\d) (?=(?:ms|s|min|h|d|B|kB|MB|GB|TB|%|tok/s|tokens?|cores?)(?![\w/]))")
 _NO_BREAK = "\u00a0"
+# Nor within a command, which is to be copied.
+_COMMAND = re.compile(r"`[^`]*`")
 # Narrower lines are unreadable, so the text is not broken further.
 _NARROWEST = 20
 
@@ -80,11 +82,15 @@ def layers(first: int, last: int) -> str:
 
 
 def wrapped(text: str, width: int | None, indent: str = "") -> str:
-    """Lines of at most ``width`` cells, broken between words; None leaves it to the reader."""
+    """Lines of at most ``width`` cells, broken between words; None leaves it to the reader.
+
+    A command in backticks stays on one line, which is longer if the command is.
+    """
     if width is None:
         return indent + text
+    whole = _COMMAND.sub(lambda found: found[0].replace(" ", _NO_BREAK), text)
     filled = textwrap.fill(
-        _UNIT_SPACE.sub(_NO_BREAK, text),
+        _UNIT_SPACE.sub(_NO_BREAK, whole),
         max(width, _NARROWEST),
         initial_indent=indent,
         subsequent_indent=indent,

@@ -404,7 +404,8 @@ def _load_together(session: CliSession, name: str, machines: list[str], split: S
     why = f" {done['why']}" if done.get("why") else ""
     told: dict[str, Any] = {"ok": True}
     told |= {key: done[key] for key in ("split", "why") if key in done}
-    session.emit(told, one_line(f"{name} is loaded on {listed(machines)}.{why}"))
+    names = ["this machine" if machine == "this" else machine for machine in machines]
+    session.emit(told, one_line(f"{name} is loaded on {listed(names)}.{why}"))
 
 
 def _post(session: CliSession, verb: str, name: str, on: str) -> Any:

@@ -12,7 +12,18 @@ import click
 from fleetctl.cli import CliSession, json_option, pass_session
 from fleetctl.render.columns import Column, drawn, fitted, terminal_width
 from fleetctl.render.fleet_words import OFF, crowd_of, label, newcomer, removal, summary
-from fleetctl.render.text import count, duration, labelled, layers, listed, one_line, size, wrapped
+from fleetctl.render.text import (
+    clause,
+    count,
+    duration,
+    labelled,
+    layers,
+    listed,
+    one_line,
+    rough,
+    size,
+    wrapped,
+)
 
 
 @click.command("status")
@@ -44,7 +55,32 @@ def render(status: dict[str, Any], width: int | None) -> str:
     else:
         default = one_line(str(status.get("default_model") or "the default model"))
         lines.append(wrapped(f"No model is loaded; {default} loads with the first request.", width))
+    lines += [wrapped(pull_words(pull), width) for pull in status.get("pulls") or ()]
+    if running := [_running(request) for request in status.get("running") or ()]:
+        lines += ["", "RUNNING", *(wrapped(line, width) for line in running)]
     return "\n".join(lines)
+
+
+def _running(request: dict[str, Any]) -> str:
+    """What a request does: "qwen3-4b: reading the prompt, 1,280 of 4,367, for claude-cli, since 12 s"."""
+    done, total = request.get("done", 0), request.get("total", 0)
+    plan = request.get("plan") or {}
+    elsewhere = plan.get("kind") not in (None, "", "local")
+    parts = [
+        str(request.get("stage") or "begins"),
+        f"{count(done)} of {count(total)}" if total else "",
+        f"{plan['kind']}: {listed(plan.get('nodes') or ())}" if elsewhere else "",
+        f"for {request['client']}" if request.get("client") else "",
+        f"since {rough(request.get('age_s') or 0)}",
+    ]
+    return one_line(f"{request.get('model')}: {', '.join(filter(None, parts))}")
+
+
+def pull_words(pull: dict[str, Any]) -> str:
+    """How far fetching a model is: "qwen3-4b: downloading model.safetensors, 1.2 GB of 2.3 GB"."""
+    done, total = pull.get("done_bytes", 0), pull.get("total_bytes", 0)
+    figures = f", {size(done)} of {size(total)}" if total else ""
+    return one_line(f"{pull.get('model')}: {pull.get('stage') or 'being fetched'}{figures}")
 
 
 def _columns(engines: list[dict[str, Any]]) -> list[Column]:
@@ -62,6 +98,7 @@ def _remarks(engines: list[dict[str, Any]]) -> Iterator[str]:
     """What no column has: errors, doubts, loads, drafts, the parts of models over several machines."""
     told: tuple[Callable[[dict[str, Any]], str], ...] = (
         _error,
+        _again,
         _doubt,
         _load,
         _drafts,
@@ -71,7 +108,12 @@ def _remarks(engines: list[dict[str, Any]]) -> Iterator[str]:
     for tell in told:
         for engine in engines:
             if said := tell(engine):
-                yield f"{one_line(engine['model'])}: {said}"
+                yield f"{one_line(str(engine.get('part_of') or engine.get('model')))}: {said}"
+
+
+def _again(engine: dict[str, Any]) -> str:
+    why = clause(str(engine.get("again") or ""))
+    return f"loaded once more, as an answer goes on: {why}" if why else ""
 
 
 def _error(engine: dict[str, Any]) -> str:
@@ -104,22 +146,33 @@ def _held_together(engine: dict[str, Any]) -> str:
         return _divided(engine)
     if members:
         parts = [f"{layers(0, members[0]['first'])} here"]
-        parts += [f"{layers(held['first'], held['last'])} on {one_line(held['name'])}" for held in members]
+        parts += [
+            f"{layers(held['first'], held['last'])} on {one_line(held['name'])}{_far(held)}"
+            for held in members
+        ]
         return ", ".join(parts) + (", cut anew" if engine.get("cut_anew") else "")
     if not engine.get("asked_by"):
         return ""
     total = (engine.get("shape") or {}).get("layers")
     held = layers(engine.get("first_layer", 0), engine.get("last_layer", 0))
-    held += f" of {total}" if total else ""
-    asked_by = one_line(listed(engine["asked_by"]))
-    return f"{held} of {one_line(engine['part_of'])}, asked by {asked_by}"
+    return f"{held}{f' of {total}' if total else ''}, asked by {one_line(listed(engine['asked_by']))}"
+
+
+def _far(held: dict[str, Any]) -> str:
+    """How far another machine is with its part: " (reading 1.2 GB of 8.0 GB)"; "" once it has it."""
+    if not (stage := one_line(str(held.get("stage") or ""))):
+        return ""
+    # By name, as model_change.READING is: its module is not loaded here.
+    total = held.get("total_bytes") if stage == "reading" else 0
+    figures = f" {size(held.get('done_bytes'))} of {size(total)}" if total else ""
+    return f" ({stage}{figures})"
 
 
 def _divided(engine: dict[str, Any]) -> str:
     """The part of every layer that a machine has, and which machines have the others."""
-    if names := [held["name"] for held in engine.get("members") or []]:
+    if names := [f"{held['name']}{_far(held)}" for held in engine.get("members") or []]:
         return f"a part of every layer here and on {one_line(listed(names))}{_carried(engine)}"
-    part = f"part {engine['rank'] + 1} of {engine['ranks']} of every layer of {one_line(engine['part_of'])}"
+    part = f"part {engine['rank'] + 1} of {engine['ranks']} of every layer"
     asked_by = engine.get("asked_by") or []
     asked = f", asked by {one_line(listed(asked_by))}" if asked_by else ""
     return f"{part}{asked}{_carried(engine)}"
@@ -236,9 +289,9 @@ def _engine(engine: dict[str, Any]) -> tuple[str, ...]:
     kinds = ("prefilling", "decoding", "waiting", "assisting")
     work = [f"{engine[what]} {what}" for what in kinds if engine.get(what)]
     if not work:
-        work = [f"idle {duration(engine.get('idle_s') or 0)}"] if state == "ready" else ["-"]
+        work = [f"idle {duration(engine.get('idle_s') or 0)}"] if state == "ready" else []
     if engine.get("restarts"):
-        work.append(f"{engine['restarts']} restarts")
+        work.append(f"{engine['restarts']} restart{'s' if engine['restarts'] > 1 else ''}")
     shape, speed = engine.get("shape") or {}, engine.get("speed") or {}
     arithmetic = shape.get("cpu_arithmetic") or shape.get("dtype")
     device = " ".join(str(each) for each in (engine.get("device"), arithmetic) if each)
@@ -251,7 +304,7 @@ def _engine(engine: dict[str, Any]) -> tuple[str, ...]:
         kv,
         _speed(speed.get("prefill_tok_s")),
         _speed(speed.get("decode_tok_s")),
-        ", ".join(work),
+        ", ".join(work) or "-",
     )
 
 
@@ -260,13 +313,16 @@ def _load(engine: dict[str, Any]) -> str:
     steps = engine.get("load_steps") or []
     total = duration(sum(step["seconds"] for step in steps))
     parts = ", ".join(f"{one_line(step['name'])} {duration(step['seconds'])}" for step in steps)
-    return f"loaded in {total}: {parts}" if steps else ""
+    done = "loading took so far" if engine.get("state") == "loading" else "loaded in"
+    return f"{done} {total}: {parts}" if steps else ""
 
 
 def _model(engine: dict[str, Any]) -> str:
     """The model's name; of a worker that has only some layers, these too."""
-    if not engine.get("part_of") or engine.get("ranks"):
+    if not engine.get("part_of"):
         return str(engine.get("model"))
+    if engine.get("ranks"):
+        return str(engine["part_of"])
     return f"{engine['part_of']}, {layers(engine.get('first_layer', 0), engine.get('last_layer', 0))}"
 
 

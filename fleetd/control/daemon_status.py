@@ -11,7 +11,7 @@ import msgspec
 
 from fleetd.control.fleet_view import FleetView
 from fleetd.control.model_facts import MeasuredSpeed, ModelShape
-from fleetd.control.prefill_plan import StepView
+from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.text.bounded import Count, Share
 
 #: How short the system is of memory, in its own judgement; "" where it does not say.
@@ -174,6 +174,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     members: list[HeldLayers] = []
     # Why it is cut otherwise than at first, as a sentence: what its machines were measured to take.
     cut_anew: str = ""
+    # While it loads, why it is loaded once more in the middle of an answer: the machine that was lost.
+    again: str = ""
     # Requests by what is done for them; ``assisting``: parts of other machines' prompts.
     prefilling: int = 0
     decoding: int = 0
@@ -202,6 +204,47 @@ class EngineStatus(msgspec.Struct, frozen=True):
     def evictable(self) -> bool:
         """True while the worker would give its memory back to a model that needs it."""
         return self.state == "ready" and not self.busy and not self.assisting and not self.pinned
+
+
+class RunningPull(msgspec.Struct, frozen=True):
+    """A model, or layers of one, that are being fetched.
+
+    ``stage``: what is done now, with the file: "downloading model.safetensors"; "" before anything is.
+    """
+
+    model: str = ""
+    stage: str = ""
+    # Bytes of the stage that are there, of all; 0 of 0 if that is not known.
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+class RunningRequest(msgspec.Struct, frozen=True):
+    """A request that has not ended. A word of its prompt or answer is never in it.
+
+    ``stage``: what it does now, in words for people; ``done`` of ``total`` is the progress of that, in tokens
+    or bytes, and 0 of 0 if nothing counts it. ``at_s``: Unix time of its arrival; ``age_s``: its seconds.
+    ``client``: the program that asked, as in a trace.
+    ``plan``: how its prompt is read; its ``cuts`` say which machine computes what.
+    """
+
+    id: str = ""
+    model: str = ""
+    route: str = ""
+    asked_by: str = ""
+    client: str = ""
+    at_s: float = 0.0
+    age_s: float = 0.0
+    stage: str = ""
+    done: int = 0
+    total: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    kept_tokens: int = 0
+    completion_tokens: int = 0
+    ttft_s: float | None = None
+    exactness: str = ""
+    plan: OptionView = OptionView()
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
@@ -259,6 +302,11 @@ class DaemonStatus(msgspec.Struct, frozen=True):
     machine: HardwareReading = HardwareReading()
     memory: MemoryBudget = MemoryBudget()
     engines: list[EngineStatus] = []
+    # Models on their way to this machine's disk.
+    pulls: list[RunningPull] = []
     requests: RequestCounts = RequestCounts()
+    # Requests of this machine's clients that have not ended, oldest first. Empty in the events, which tell
+    # them by themselves.
+    running: list[RunningRequest] = []
     power: PowerView = PowerView()
     fleet: FleetView = FleetView()

@@ -14,6 +14,8 @@ from fleetd.errors import InvalidValue
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAME = re.compile(rf"{_PART}(?:/{_PART})?")
 _HUB_ID = re.compile(rf"{_PART}/{_PART}")
+# Of what has some layers of a model only; no name has it.
+_PART_MARK = "~"
 _FILE = re.compile(rf"(?=.{{1,200}}\Z){_PART}")
 
 
@@ -41,6 +43,16 @@ def is_hub_id(name: str) -> bool:
 def _ambiguous(name: str) -> bool:
     """True for a name of two meanings: ``..`` climbs, and ``--`` stands for the slash in a folder's name."""
     return ".." in name or ("/" in name and "--" in name)
+
+
+def part_name(name: str, digest: str) -> str:
+    """What fetched layers of another machine's model go by, as another model may have its name here."""
+    return f"{name}{_PART_MARK}{digest[:8]}"
+
+
+def shown_name(name: str) -> str:
+    """The model's own name, of one by ``part_name``; any other as it is."""
+    return name.partition(_PART_MARK)[0]
 
 
 def folder_name(name: str) -> str:

@@ -16,6 +16,7 @@ from typing import Literal
 
 from fleetd import limits
 from fleetd.p2p.link_speeds import LinkSpeeds, quantile
+from fleetd.text.host_port import host_port
 
 Address = tuple[str, int]
 Source = Literal["static", "remembered", "mdns", "told"]
@@ -286,7 +287,10 @@ class PeerPaths:
         if not tried:
             return "Its addresses have not been tried yet."
         tried.sort(key=lambda path: (path.worked_s is None, path.failures, path.expected_rtt_s))
-        reasons = list(dict.fromkeys(path.reason for path in tried))
+        # Of addresses that fail alike, the likeliest is enough.
+        alike = {path.reason.replace(host_port(*path.address), ""): path.reason for path in reversed(tried)}
+        reasons = [path.reason for path in tried if path.reason in alike.values()]
+        reasons = list(dict.fromkeys(reasons))
         left = len(reasons) - _REASONS_SHOWN
         return " ".join(reasons[:_REASONS_SHOWN]) + (f" {left} more addresses failed." if left > 0 else "")
 

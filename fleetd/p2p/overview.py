@@ -148,9 +148,10 @@ def condition(peer: Peer, card: Card | None, now: float) -> tuple[PeerState, str
         return "refused", trouble.message, trouble.hint
     if peer.dialling and not any(path.reason for path in peer.paths):
         return "connecting", "It is being called.", ""
-    return "unreachable", peer.paths.why_unusable(), _ADVICE
+    return "unreachable", peer.paths.why_unusable(), _START if peer.paths.refused else _ADVICE
 
 
+_START = "Start fleetd there. If it runs, `fleetctl doctor` here looks for the cause."
 _ADVICE = "See that fleetd runs there and both are on one network; `fleetctl doctor` looks for the cause."
 
 

@@ -32,7 +32,13 @@ FAMILIES = frozenset(
         "step3p5",
     }
 )
-_COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
+# What has to divide, and what people call it.
+_COUNTS = {
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "pairs of keys and values",
+    "intermediate_size": "channels of a layer",
+    "moe_intermediate_size": "channels of an expert",
+}
 
 
 def undividable(config: Mapping[str, Any], ranks: int) -> str:
@@ -42,8 +48,8 @@ def undividable(config: Mapping[str, Any], ranks: int) -> str:
     if family not in FAMILIES:
         return f"Layers of {family} models cannot be divided between machines."
     text = config.get("text_config") or config
-    for name in _COUNTS:
+    for name, words in _COUNTS.items():
         count = text.get(name)
         if isinstance(count, int) and count % ranks:
-            return f"Its {count} {name} cannot be divided between {ranks} machines."
+            return f"Its {count} {words} cannot be divided between {ranks} machines."
     return ""

@@ -34,7 +34,7 @@ def port_in_use(what: str, setting: str, host: str, port: int, *, argv: Sequence
     choose = f"choose another with {option} HOST:PORT (port 0 picks a free one; the setting is {setting})"
     return PortInUse(
         f"{what} {host_port(host, port)} is already in use by {owner}.",
-        hint=f"{line}\n  starts this one at another port. Or end the other program; or {choose}."
+        hint=f"To run this one beside it:\n  {line}\nOr end the other program, or {choose}."
         if line
         else f"End it, or {choose}.",
         param=setting,

@@ -76,19 +76,25 @@ def configure(
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
-        structlog.stdlib.add_logger_name,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
         _shorten,
     ]
     renderer: Processor
     if json:
-        shared.append(structlog.processors.format_exc_info)
+        shared += [
+            structlog.stdlib.add_logger_name,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+        ]
         renderer = structlog.processors.JSONRenderer()
     else:
-        shared.append(_escape)
+        # Most lines fit a terminal: the event names its part of the program by its first word.
+        shared += [structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False), _escape]
         # Plain tracebacks: the default would show local variables, and a local variable may be a prompt.
         renderer = structlog.dev.ConsoleRenderer(
-            colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback
+            pad_event_to=0,
+            pad_level=False,
+            colors=out.isatty(),
+            exception_formatter=structlog.dev.plain_traceback,
         )
     structlog.configure(
         processors=[

@@ -111,6 +111,8 @@ class ModelCopies:
         self._models = models
         self._own_card = own_card
         self._given = 0
+        #: By model of another machine, how far fetching its layers is; None before the first step.
+        self.parts_coming: dict[str, PullProgress | None] = {}
         node.handle(MODEL_OFFER, self._offer)
         node.handle(MODEL_PART, self._offer_part)
         node.handle(MODEL_SEND, self._send)
@@ -196,16 +198,21 @@ class ModelCopies:
         if held is not None and held.has_layers(first, last):
             return
         log.info("copy.begins", peer=self._node.name_of(node_id), model=name, first=first, last=last)
-        body = encode(CopyQuestion(digest))
-        offer = _read_part(await self._node.ask(node_id, MODEL_PART, body, within_s=limits.COPY_OFFER_S))
-        order = PartOrder(offer, digest, name, node_id, first, last)
+        self.parts_coming[name] = None
+        try:
+            body = encode(CopyQuestion(digest))
+            offer = _read_part(await self._node.ask(node_id, MODEL_PART, body, within_s=limits.COPY_OFFER_S))
+            order = PartOrder(offer, digest, name, node_id, first, last)
 
-        def receive(connect: client.Connect) -> AsyncGenerator[PullProgress, None]:
-            return client.receive_part(order, self._models.models_dir, connect)
+            def receive(connect: client.Connect) -> AsyncGenerator[PullProgress, None]:
+                return client.receive_part(order, self._models.models_dir, connect)
 
-        async with aclosing(self._received(node_id, digest, receive)) as steps:
-            async for step in steps:
-                yield step
+            async with aclosing(self._received(node_id, digest, receive)) as steps:
+                async for step in steps:
+                    self.parts_coming[name] = step
+                    yield step
+        finally:
+            self.parts_coming.pop(name, None)
 
     def part_path(self, node_id: str, digest: str) -> Path:
         """Where the part of a machine's model lies, if it is here."""

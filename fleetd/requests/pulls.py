@@ -41,6 +41,11 @@ class Pulls:
         self._pulls: dict[str, _Pull] = {}
         self._closed = False
 
+    @property
+    def running(self) -> dict[str, PullProgress | None]:
+        """How far each download is, by model; None before its first step."""
+        return {ref: pull.latest for ref, pull in self._pulls.items()}
+
     async def watch(self, ref: str) -> AsyncGenerator[PullProgress, None]:
         """Start or join the download of ``ref``; ends when it is complete.
 

@@ -426,6 +426,9 @@ class Request:
                 if event.channel == "reasoning":
                     self._reasoning_tokens += event.tokens
                 self._token(event.tokens, now_s)
+                # Also of an answer that goes on after a load in its middle.
+                if self.first_token_s is not None:
+                    attempt.progress = ("answering", 0, 0)
             case ToolCallPiece():
                 self._run(now_s)
                 self._completion_tokens += event.tokens
@@ -480,7 +483,6 @@ class Request:
             remote = self.attempt.remote
             self.first_client_s = remote.client_s if remote is not None else 0.0
             self._metrics.first_token(self.model.name, now_s - self.arrived_s)
-            self.attempt.progress = ("answering", 0, 0)
         elif count:
             self._metrics.tokens(self.model.name, count, now_s - self._last_token_s)
         else:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from fleetd import limits
-from fleetd.control.fleet_change import RunningRequest
+from fleetd.control.daemon_status import RunningRequest
 from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import Speculated, Trace, TraceStep
 from fleetd.errors import FleetError

@@ -25,8 +25,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fleetd import limits
-from fleetd.control.daemon_status import RequestCounts
-from fleetd.control.fleet_change import RunningRequest
+from fleetd.control.daemon_status import RequestCounts, RunningRequest
 from fleetd.control.prefill_trace import Trace
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Accepted, Event, Finished, Generate, Loading

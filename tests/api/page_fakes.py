@@ -18,8 +18,7 @@ from fleetd.api.http.services import Services
 from fleetd.config import Config
 from fleetd.control import pairing_events
 from fleetd.control.cache_report import CacheReport
-from fleetd.control.daemon_status import DaemonStatus
-from fleetd.control.fleet_change import RunningRequest
+from fleetd.control.daemon_status import DaemonStatus, RunningRequest
 from fleetd.control.fleet_view import FleetView, PeerModel, PeerView
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_plan import AddedQuestion, AddedView, OptionView, StepView

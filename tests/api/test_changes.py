@@ -8,8 +8,8 @@ from api_fakes import engine, status
 from msgspec.structs import replace
 
 from fleetd.api.control.changes import ChangeTracker
-from fleetd.control.daemon_status import DaemonStatus
-from fleetd.control.fleet_change import FleetChange, RunningRequest
+from fleetd.control.daemon_status import DaemonStatus, RunningRequest
+from fleetd.control.fleet_change import FleetChange
 from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.control.prefill_trace import Trace
 

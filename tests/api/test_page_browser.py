@@ -21,8 +21,7 @@ from page_fakes import VIEWS, PageWorld, fleet_of, goto, trace
 
 from fleetd import limits
 from fleetd.control import pairing_events
-from fleetd.control.daemon_status import DaemonStatus, HeldLayers
-from fleetd.control.fleet_change import RunningRequest
+from fleetd.control.daemon_status import DaemonStatus, HeldLayers, RunningPull, RunningRequest
 from fleetd.control.fleet_view import FleetView, PeerModel, PeerView
 from fleetd.control.model_facts import ModelShape
 from fleetd.control.prefill_plan import OptionView
@@ -540,3 +539,36 @@ def test_while_it_loads_a_chip_says_how_far_each_machine_is(world: PageWorld) ->
     )
     world.status = together(world)
     page.wait_for_selector(f".chip:not(:has-text('reading')):has-text('20{TO}29 on kitchen')")
+
+
+def test_divided_layers_and_models_that_are_fetched_are_said_on_the_page(world: PageWorld) -> None:
+    coming = RunningPull("org/other", "downloading model.safetensors", 1_200_000_000, 2_300_000_000)
+    rank = engine(model="n#1", part_of="n", rank=1, ranks=2, asked_by=["studio"])
+    front = engine(ranks=2, members=[HeldLayers("studio", 0, 30)])
+    world.status = lambda: status(engines=[front, rank], pulls=[coming], fleet=world.fleet.fleet)
+    page = world.opened()
+    page.wait_for_selector(f".chip:has-text('{MODEL} a part of every layer here and on studio')")
+    page.wait_for_selector(".chip:has-text('n part 2 of 2 of every layer, for studio')")
+    page.wait_for_selector(".chip:has-text('other downloading model.safetensors, 1.2 GB of 2.3 GB')")
+    goto(page, "models")
+    page.wait_for_selector("text=a part of every layer here and on studio")
+
+
+def test_vectors_that_are_made_are_counted_in_texts(world: PageWorld) -> None:
+    world.requests = [
+        RunningRequest("r1", MODEL, route="embeddings", stage="making vectors", done=0, total=256)
+    ]
+    page = world.opened()
+    goto(page, "requests")
+    page.wait_for_selector("text=making vectors: 0 of 256 texts")
+    assert "reads and answers" not in page.inner_text(".running")
+
+
+def test_a_peer_that_holds_a_part_for_this_machine_is_not_shown_as_empty(world: PageWorld) -> None:
+    peer = replace(world.fleet.fleet.peers[0], models=[])
+    world.fleet.fleet = replace(world.fleet.fleet, peers=[peer])
+    world.status = together(world, members=[HeldLayers(peer.name, 15, 30)])
+    page = world.opened()
+    row = page.wait_for_selector(f".machines li:has-text('{peer.name}'):has(.chip)")
+    page.wait_for_selector(f".machines li .chip:has-text('layers 15{TO}29 of 30, for')")
+    assert "no model loaded" not in row.inner_text()

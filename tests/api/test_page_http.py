@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from fleetd.api.http.services import Services
 from fleetd.api.page.files import FOLDER, PREFIX, SERVED
 from fleetd.api.routes import ALL_ROUTES
-from fleetd.control.fleet_change import RunningRequest
+from fleetd.control.daemon_status import RunningRequest
 from fleetd.control.prefill_trace import Trace
 
 SAME = {"Sec-Fetch-Site": "same-origin"}

@@ -11,7 +11,7 @@ from agent_programs import npm_install
 from api_fakes import MODEL
 from page_fakes import VIEWS, PageWorld, fleet_of, goto, trace
 
-from fleetd.control.fleet_change import RunningRequest
+from fleetd.control.daemon_status import RunningRequest
 
 pytestmark = [browsers.NEEDED, pytest.mark.one_loop, pytest.mark.long]
 

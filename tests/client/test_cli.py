@@ -17,7 +17,7 @@ from interrupting import interrupt
 
 from fleetctl.cli import VERBS, fleetctl
 from fleetctl.exits import Exit
-from fleetctl.render.models_table import models_page
+from fleetctl.render.models_table import models_page, recommended_line
 from fleetctl.verb_table import GROUPS
 from fleetctl.verbs import status, usage
 from fleetd import errors
@@ -89,9 +89,9 @@ def test_alone_it_shows_the_state_and_three_next_steps(run: Run, daemon: FakeDae
         "5.0 GB of memory are free\n"
         "the fleet is off\n"
         "\n"
-        "  fleetctl chat  ask something\n"
-        "  fleetctl open  see the fleet in a browser\n"
-        "  fleetctl pair  let another machine help\n"
+        "  fleetctl chat    ask something\n"
+        "  fleetctl open    see the fleet in a browser\n"
+        "  fleetctl models  see which larger models fit\n"
         "\n"
         "`fleetctl --help` lists all commands.\n"
     )
@@ -99,26 +99,79 @@ def test_alone_it_shows_the_state_and_three_next_steps(run: Run, daemon: FakeDae
 
 
 @pytest.mark.parametrize(
-    ("peers", "line", "step"),
+    ("peers", "context", "line", "step"),
     [
-        ([], "no other machine is paired", "fleetctl pair  let another machine help"),
-        ([("studio", "usable")], "paired with studio", "fleetctl launch claude  start a coding agent"),
+        ([], 0, "no other machine is paired", "fleetctl pair  let another machine help"),
+        (
+            [("studio", "usable")],
+            40_960,
+            "paired with studio",
+            "fleetctl launch claude  start a coding agent",
+        ),
+        ([("studio", "usable")], 8_192, "paired with studio", "fleetctl models  see which larger models fit"),
+        ([("studio", "usable")], 0, "paired with studio", "fleetctl models  see which larger models fit"),
         (
             [("studio", "usable"), ("air", "unreachable")],
+            0,
             "paired with studio; air cannot be used now",
             "fleetctl peers  see why a machine cannot be used",
         ),
     ],
 )
 def test_the_next_steps_follow_from_the_fleet(
-    run: Run, daemon: FakeDaemon, peers: list[tuple[str, str]], line: str, step: str
+    run: Run, daemon: FakeDaemon, peers: list[tuple[str, str]], context: int, line: str, step: str
 ) -> None:
     fleet = {"enabled": True, "peers": [{"name": name, "state": state} for name, state in peers]}
-    daemon.on("GET", "/fleet/v1/status", Reply({**STATUS, "engines": [], "fleet": fleet}))
+    loaded = {"model": "m", "state": "ready", "shape": {"context_tokens": context}}
+    state = {**STATUS, "engines": [loaded] if context else [], "fleet": fleet}
+    daemon.on("GET", "/fleet/v1/status", Reply(state))
     shown = run(home=daemon.home).stdout
-    assert "no model is loaded; smollm2-135m loads with the first question\n" in shown
+    said = "m is loaded" if context else "no model is loaded; smollm2-135m loads with the first question"
+    assert f"\n{said}\n" in shown
     assert f"\n{line}\n" in shown
     assert step in shown
+
+
+def test_alone_it_tells_loaded_from_loading_and_from_fetched(run: Run, daemon: FakeDaemon) -> None:
+    part = {"model": "n~ab[0:4]", "part_of": "n", "state": "ready"}
+    engines = [part, {"model": "m", "state": "loading"}, {"model": "gone", "state": "failed"}]
+    pulls = [
+        {"model": "q", "stage": "downloading q.safetensors", "done_bytes": 5, "total_bytes": 9},
+        {"model": "r"},
+    ]
+    daemon.on("GET", "/fleet/v1/status", Reply({**STATUS, "engines": engines, "pulls": pulls}))
+    shown = run(home=daemon.home).stdout.splitlines()
+    assert shown[1:4] == ["a part of n is loaded", "m is being loaded", "q and r are being fetched"]
+    told = run("status", home=daemon.home).stdout.splitlines()
+    assert told[-2:] == ["q: downloading q.safetensors, 5 B of 9 B", "r: being fetched"]
+
+
+def test_while_a_model_loads_status_says_why_once_more_and_not_that_it_is_loaded(
+    run: Run, daemon: FakeDaemon
+) -> None:
+    steps = [{"name": "starting", "seconds": 2.0}]
+    engine = {"model": "m", "state": "loading", "again": "studio left the group: it is stopping."}
+    engine |= {"load_steps": steps, "restarts": 1}
+    daemon.on("GET", "/fleet/v1/status", Reply({**STATUS, "engines": [engine]}))
+    shown = run("status", home=daemon.home).stdout
+    assert "m: loaded once more, as an answer goes on: studio left the group: it is stopping\n" in shown
+    assert "m: loading took so far 2.00 s: starting 2.00 s" in shown
+    assert shown.splitlines()[-3].endswith("  1 restart")
+
+
+def test_status_says_how_far_running_requests_are(run: Run, daemon: FakeDaemon) -> None:
+    reading = {"model": "m", "stage": "reading the prompt", "done": 1280, "total": 4367}
+    reading["client"] = "claude-cli"
+    vectors = {"model": "v", "stage": "making vectors", "done": 2, "total": 9}
+    vectors["plan"] = {"kind": "remote", "nodes": ["air", "studio"]}
+    running = [{**reading, "age_s": 12.0}, {**vectors, "age_s": 75.0}]
+    daemon.on("GET", "/fleet/v1/status", Reply({**STATUS, "running": running}))
+    shown = run("status", home=daemon.home).stdout
+    assert shown.endswith(
+        "\n\nRUNNING\n"
+        "m: reading the prompt, 1,280 of 4,367, for claude-cli, since 12 s\n"
+        "v: making vectors, 2 of 9, remote: air and studio, since 1 min 15 s\n"
+    )
 
 
 def test_alone_without_a_daemon_it_says_how_to_start_one(run: Run, short_dir: Path) -> None:
@@ -476,7 +529,7 @@ def test_models(run: Run, daemon: FakeDaemon) -> None:
     assert installed.splitlines()[1].split()[5:8] == ["8,192", "grammar", "-"]
     assert installed.splitlines()[1].endswith("loaded")
     assert [line.split()[:4] for line in fits.splitlines()[1:]] == [["*", "qwen3.5-4b", "chat,", "coding"]]
-    assert "3.0 GB  4.3 GB  here  a hybrid: its KV cache stays small" in fits
+    assert "3.0 GB  4.3 GB  a hybrid: its KV cache stays small" in fits
     assert freed.startswith("   FITS WHEN MEMORY IS FREED")
     assert freed.splitlines()[1].endswith("  here, 2.5 GB to free  for 16 GB machines")
     assert remarks.startswith("* Recommended here: qwen3.5-4b for chat and coding.\n")
@@ -488,6 +541,16 @@ def test_models(run: Run, daemon: FakeDaemon) -> None:
     assert "  no: 37.0 GB short" in everything
     assert json.loads(run("models", "--json", home=daemon.home).stdout) == MODELS
     assert json.loads(run("models", "list", "--json", home=daemon.home).stdout) == MODELS
+
+
+def test_a_recommended_model_that_needs_memory_freed_is_said_to() -> None:
+    listing = msgspec.convert(MODELS, ModelListing)
+    catalog = [
+        msgspec.structs.replace(entry, recommended=["chat"] if entry.fit.where == "freed" else [])
+        for entry in listing.catalog
+    ]
+    said = recommended_line(msgspec.structs.replace(listing, catalog=catalog))
+    assert said.endswith("for chat (free 2.5 GB first).")
 
 
 @pytest.mark.parametrize("everything", [True, False])
@@ -932,13 +995,26 @@ def test_status_says_who_holds_which_layers(run: Run, daemon: FakeDaemon) -> Non
     daemon.on("GET", "/fleet/v1/status", Reply({"engines": [front, part]}))
     shown = run("status", home=daemon.home).stdout
     assert "m: layers 0-14 here, layers 15-29 on kitchen" in shown
-    assert "layers 0-3 of 8 of n, asked by garage and studio" in shown
+    assert "n: layers 0-3 of 8, asked by garage and studio" in shown
+
+
+def test_status_says_how_far_each_machine_of_a_group_is(run: Run, daemon: FakeDaemon) -> None:
+    held = {"name": "kitchen", "first": 15, "last": 30, "stage": "reading"}
+    held |= {"done_bytes": 1_200_000_000, "total_bytes": 8_000_000_000}
+    other = {"name": "attic", "first": 30, "last": 31, "stage": "warming up"}
+    front = {"model": "m", "state": "loading", "members": [held, other]}
+    divided = {"model": "d", "state": "loading", "ranks": 2, "members": [held]}
+    daemon.on("GET", "/fleet/v1/status", Reply({"engines": [front, divided]}))
+    shown = run("status", home=daemon.home).stdout
+    far = "(reading 1.2 GB of 8.0 GB)"
+    assert f"m: layers 0-14 here, layers 15-29 on kitchen {far}, layer 30 on attic (warming up)" in shown
+    assert f"d: a part of every layer here and on kitchen {far}" in shown
 
 
 def test_loading_over_several_machines_names_them(run: Run, daemon: FakeDaemon) -> None:
     daemon.on("POST", "/fleet/v1/models/load", pulling(data({"done": True, "name": "m"})))
     done = run("models", "load", "m", "--on", "this, kitchen", home=daemon.home)
-    assert "m is loaded on this and kitchen." in done.stdout
+    assert "m is loaded on this machine and kitchen." in done.stdout
     assert daemon.seen[-1].body == {"model": "m", "placement": ["this", "kitchen"], "stream": True}
     refused = run("models", "load", "m", "--on", "kitchen,", home=daemon.home)
     assert "commas" in refused.stderr

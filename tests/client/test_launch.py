@@ -189,7 +189,7 @@ def refusal(daemon: FakeDaemon, run: Run, *arguments: str) -> str:
 def test_a_model_that_cannot_is_refused(path: Path, served: FakeDaemon, run: Run) -> None:
     told = refusal(served, run, "-m", "short")
     assert "short has a context of 8,192 tokens; claude needs 32,768." in told
-    assert "fleetctl models pull qwen3.5-4b && fleetctl launch -m qwen3.5-4b claude" in told
+    assert "`fleetctl models pull qwen3.5-4b`, then `fleetctl launch -m qwen3.5-4b claude`" in told
     said = "org/big has no chat template."
     error: Any = {"type": "invalid_request_error", "message": said, "code": "invalid_request"}
     served.on("POST", "/v1/messages/count_tokens", Reply({"type": "error", "error": error}, 400))
@@ -258,9 +258,12 @@ def test_an_agent_that_is_not_installed_is_missed_after_a_model_that_cannot(
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"recommended": ["coding"]}, "fleetctl models pull qwen3-8b && fleetctl launch -m qwen3-8b codex"),
-        ({"recommended": ["coding"], "installed": True}, "qwen3-8b can: fleetctl launch -m qwen3-8b codex"),
-        ({}, "fleetctl models pull qwen3.5-4b && fleetctl launch -m qwen3.5-4b codex"),
+        (
+            {"recommended": ["coding"]},
+            "`fleetctl models pull qwen3-8b`, then `fleetctl launch -m qwen3-8b codex`",
+        ),
+        ({"recommended": ["coding"], "installed": True}, "qwen3-8b can: `fleetctl launch -m qwen3-8b codex`"),
+        ({}, "`fleetctl models pull qwen3.5-4b`, then `fleetctl launch -m qwen3.5-4b codex`"),
         ({"context_tokens": 300_000}, "No model of the catalog fits this machine"),
     ],
 )
@@ -274,4 +277,4 @@ def test_the_best_model_that_fits_is_named_with_the_line_to_type(changes: dict[s
 def test_an_installed_model_with_tools_and_context_comes_before_a_download_that_is_not_recommended() -> None:
     mine = {"name": "mine", "context_tokens": 65_536, "roles": ["chat"], "tools": "json_tools"}
     models = msgspec.convert({**LISTING, "installed": [mine]}, ModelListing)
-    assert how_to_start(models, "claude", 32_768) == "mine can: fleetctl launch -m mine claude"
+    assert how_to_start(models, "claude", 32_768) == "mine can: `fleetctl launch -m mine claude`"

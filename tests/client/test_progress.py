@@ -9,7 +9,7 @@ import time
 import pytest
 from terminals import FakeTerminal
 
-from fleetctl.render.progress_line import Progress, bar
+from fleetctl.render.progress_line import Progress, bar, fitted_line
 
 
 @pytest.fixture(autouse=True)
@@ -113,3 +113,29 @@ def test_a_dumb_terminal_is_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bar(share: float, full: int) -> None:
     assert bar(share, 8, utf8=True) == "━" * full + "─" * (8 - full)
     assert bar(share, 8, utf8=False) == "#" * full + "-" * (8 - full)
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        (120, f"reading the prompt  {'━' * 6}{'─' * 18}  1,024 of 4,096 tokens  100 tokens/s  31 s left"),
+        (80, f"reading the prompt  {'━' * 2}{'─' * 6}  1,024 of 4,096 tokens  100 tokens/s  31 s left"),
+        (70, f"reading the prompt  {'━' * 2}{'─' * 6}  1,024 of 4,096 tokens  31 s left"),
+        (60, "reading the prompt  1,024 of 4,096 tokens  31 s left"),
+        (48, "reading the …  1,024 of 4,096 tokens  31 s left"),
+    ],
+)
+def test_a_line_fits_its_terminal_and_cuts_no_figure(columns: int, line: str) -> None:
+    shown = fitted_line(
+        ("reading the prompt", "1,024 of 4,096 tokens", "100 tokens/s", "31 s left", ""),
+        0.25,
+        columns - 1,
+        utf8=True,
+    )
+    assert shown == line
+
+
+def test_a_long_detail_is_cut_before_the_stage() -> None:
+    detail = "(studio reading 1.2 GB of 8.0 GB, kitchen warming up, attic measuring)"
+    shown = fitted_line(("loading m", "", "", "5 s", detail), None, 40, utf8=True)
+    assert shown == "loading m  5 s  (studio reading 1.2 GB …"

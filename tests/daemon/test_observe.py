@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 
 import pytest
 import structlog
@@ -43,6 +44,13 @@ def test_a_terminal_gets_text_unless_a_service_manager_reads(
     observe.get_logger("x").info("hello")
     assert out.getvalue().startswith("{") is json_expected
     assert "hello" in out.getvalue()
+
+
+def test_a_line_on_a_terminal_begins_with_the_time_of_day_and_has_no_padding() -> None:
+    out = io.StringIO()
+    observe.configure("info", "console", stream=out, environ={})
+    observe.get_logger("fleetd.engine.x").info("peer.gone", peer="mini")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d \[info\] peer\.gone peer=mini\n", out.getvalue())
 
 
 def test_long_values_are_cut() -> None:

@@ -60,7 +60,14 @@ async def test_layers_for_another_machine_do_not_wait_for_a_group_that_is_formed
             await asyncio.sleep(0)
         await made[0].begun.wait()
         # Its front has some layers only: it is not asked for those of others.
-        async with pool.assisting(folder, 2, LAYERS, asked_by="studio") as engine:
+        askers = list[list[str]]()
+
+        def loads(_: Loading) -> None:
+            askers.append([name for status in pool.status() for name in status.asked_by])
+
+        async with pool.assisting(folder, 2, LAYERS, progress=loads, asked_by="studio") as engine:
+            assert askers, "nothing was told of the load"
+            assert all(names == ["studio"] for names in askers)
             assert (engine.settings.first_layer, engine.settings.last_layer) == (2, LAYERS)
             assert [status.asked_by for status in pool.status()] == [[], ["studio"]]
         assert all(status.asked_by == [] for status in pool.status())

@@ -111,7 +111,7 @@ def test_a_load_says_how_far_each_machine_is(pair: LiveFleet) -> None:
         told += events
     done = told[-1]
     assert (done["done"], done["name"], done["split"]) == (True, SMOL, "layers")
-    assert "9 num_attention_heads cannot be divided" in done["why"]
+    assert "9 attention heads cannot be divided" in done["why"]
     of_beta = [step["members"][0] for step in told if step.get("members")]
     engine = front(pair)
     share = of_beta[-1]["total_bytes"]

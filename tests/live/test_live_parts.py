@@ -52,6 +52,10 @@ def test_a_machine_without_the_model_fetches_the_layers_that_it_holds(
     pair.until_has("beta", "alpha", SMOL)
     assert answer(pair["alpha"]) == expected
     (part,) = [engine for engine in pair["beta"].status()["engines"] if engine["part_of"]]
+    # By the name that the model has on alpha, whatever beta calls the folder.
+    assert (part["part_of"], part["asked_by"]) == (SMOL, ["alpha"])
+    told = pair["beta"].fleetctl("status").stdout
+    assert f"{SMOL}: layers {part['first_layer']}-{part['last_layer'] - 1} of 30, asked by alpha" in told
     (place,) = (pair.models_dir("beta") / layer_files.PARTS).iterdir()
     held = sorted(file.name for file in place.glob("*.safetensors"))
     assert held == [layer_files.name_of(n) for n in range(part["first_layer"], part["last_layer"])]

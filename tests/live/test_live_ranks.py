@@ -73,7 +73,7 @@ def test_a_divided_model_answers_as_the_whole_one_and_says_so(pair: LiveFleet) -
     assert "is loaded on" in load(alpha, "--split", "tensors")
     assert len(ranks(pair["beta"])) == 1
     assert (
-        "part 2 of 2 of every layer of divided, asked by alpha; links sealed"
+        "divided: part 2 of 2 of every layer, asked by alpha; links sealed"
         in pair["beta"].fleetctl("status").stdout
     )
     assert "a part of every layer here and on beta; links sealed" in alpha.fleetctl("status").stdout

@@ -16,7 +16,7 @@ MAKE = shutil.which("make") or "make"
 REPO = Path(__file__).parents[2]
 # Stands for every Python: its pip fails as it does without a network.
 PYTHON = """#!/bin/sh
-case "$*" in *"pip install"*) echo "Downloading wheel.whl (3.1 MB)"; exit 3;; esac
+case "$*" in *"pip install"*) echo "Downloading wheel-1.2-py3-none-any.whl (3.1 MB)"; exit 3;; esac
 exec {python} "$@"
 """
 
@@ -52,7 +52,7 @@ def test_an_installation_that_failed_is_not_marked_as_done(checkout: Path, stamp
     python(checkout / ".venv/bin/python")
     done = make(checkout, stamp)
     assert done.returncode == 2
-    assert "wheel.whl (3.1 MB)" in done.stdout
+    assert "wheel 1.2 (3.1 MB)" in done.stdout
     assert not (checkout / stamp).exists()
 
 

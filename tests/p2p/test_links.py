@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from fleetd import limits
 from fleetd.p2p.links import Address, PeerPath, PeerPaths, guess_kind
+from fleetd.text.host_port import host_port
 
 LAN, WIFI, CABLE, TAILNET = (
     ("10.0.0.2", 8115),
@@ -365,6 +366,15 @@ def test_a_way_that_stops_working_is_left_at_once_whatever_it_was_worth() -> Non
 )
 def test_an_address_is_guessed_by_its_look(host: str, kind: str) -> None:
     assert guess_kind(host) == kind
+
+
+def test_addresses_that_fail_alike_are_one_reason() -> None:
+    paths = all_paths()
+    for address, seen in ((LAN, 1), (("fd00::2", 8115), 2)):
+        paths.add(address, "mdns", 0.0)
+        for _ in range(seen):
+            paths.failed(address, f"{host_port(*address)} refused the connection.", 0.0, 0.0)
+    assert paths.why_unusable() == f"{host_port(*LAN)} refused the connection."
 
 
 def test_why_nobody_answers_is_said_with_the_likeliest_address_first() -> None:

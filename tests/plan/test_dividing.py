@@ -14,8 +14,8 @@ LLAMA = {
 
 def test_a_model_is_divided_by_what_divides_its_heads() -> None:
     assert undividable(LLAMA, 2) == undividable(LLAMA, 8) == ""
-    assert undividable(LLAMA, 3) == "Its 32 num_attention_heads cannot be divided between 3 machines."
-    assert "8 num_key_value_heads" in undividable(LLAMA, 16)
+    assert undividable(LLAMA, 3) == "Its 32 attention heads cannot be divided between 3 machines."
+    assert "8 pairs of keys and values" in undividable(LLAMA, 16)
 
 
 def test_a_family_that_is_not_divided_is_named() -> None:

@@ -24,7 +24,7 @@ from wire import Effect, Link
 
 from fleetd import limits
 from fleetd.engine.daemon_side.group_front import GroupFront
-from fleetd.engine.protocol import Delta
+from fleetd.engine.protocol import Delta, Loading
 from fleetd.requests.groups import server
 
 _CASES = [case for case in table() if isinstance(case, GroupCase)]
@@ -98,8 +98,17 @@ def _check(case: GroupCase, strike: GroupStrike, told: RequestEvents, expected: 
 # ---- what is no single fault of a process ----------------------------------------------------------------
 
 
-async def _asked(kept: KeptGroups, step: str, strike: Callable[[], object], **fields: Any) -> RequestEvents:
-    """One prompt, during which something happens at a step; then its group ends, and nothing is left."""
+async def _asked(
+    kept: KeptGroups,
+    step: str,
+    strike: Callable[[], object],
+    seen: Callable[[Any], None] = lambda _: None,
+    **fields: Any,
+) -> RequestEvents:
+    """One prompt, during which something happens at a step; then its group ends, and nothing is left.
+
+    ``seen`` is told of each event.
+    """
     fleet, told = kept.machines, RequestEvents()
     left = [strike]
 
@@ -111,7 +120,7 @@ async def _asked(kept: KeptGroups, step: str, strike: Callable[[], object], **fi
     fleet.point = point
     try:
         async with asyncio.timeout(60):
-            await fleet.ask(fleet.prompt(f"asked.{step}", **fields), told, lambda _: None)
+            await fleet.ask(fleet.prompt(f"asked.{step}", **fields), told, seen)
         assert not left, "it never came so far"
     finally:
         await fleet.unload()
@@ -132,6 +141,25 @@ def test_a_member_that_falls_asleep_is_replaced_and_free_when_it_wakes(kept: Kep
         told = await _asked(kept, STEPS["writing"], sleep)
         assert told.answer == kept.expected
         assert any(began_again(event) for event in told.events)
+        await fleet.together()
+        await fleet.quiet()
+        await fleet.unchanged(kept.before)
+
+    kept.runner.run(run())
+
+
+def test_while_an_answer_goes_on_the_status_says_which_machine_was_lost(kept: KeptGroups) -> None:
+    async def run() -> None:
+        fleet, why = kept.machines, set[str]()
+
+        def seen(event: Any) -> None:
+            if isinstance(event, Loading):
+                why.update(engine.again for engine in fleet.home.pool.status())
+
+        told = await _asked(kept, STEPS["writing"], lambda: fleet.signal(MEMBER, signal.SIGKILL), seen)
+        assert told.answer == kept.expected
+        assert any(MEMBER in reason for reason in why), why
+        assert not any(engine.again for engine in fleet.home.pool.status())
         await fleet.together()
         await fleet.quiet()
         await fleet.unchanged(kept.before)

@@ -17,7 +17,7 @@ from sharing_fakes import DIGEST, HelperMachine, HomePartners, machines, own_car
 
 from fleetd import limits
 from fleetd.engine.protocol import HOP_IN, HOP_OUT, STAGE, Accepted, Event, ServeStage, StreamTag
-from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.settings import GroupMember, WorkerSettings
 from fleetd.errors import NotFound, OutOfMemory, PeerUnreachable
 from fleetd.models.folder import ModelFolder, read_folder
 from fleetd.models.memory_need import WeightRules, layer_bytes
@@ -26,9 +26,9 @@ from fleetd.p2p.node import Node
 from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupPart
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.groups import messages
-from fleetd.requests.groups.client import FleetGroup
+from fleetd.requests.groups.client import FleetGroup, _AskedMember
 from fleetd.requests.groups.known_hops import KnownHops
-from fleetd.requests.groups.messages import LinkQuestion
+from fleetd.requests.groups.messages import LinkQuestion, StageTold
 from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.groups.server import StageServer
 from fleetd.requests.remote.bulk_dialer import BulkDialer
@@ -265,3 +265,13 @@ def test_what_a_worker_holds_by_now_is_not_counted_twice() -> None:
         with promised.promise("those", 50, 50):
             assert promised.outstanding_bytes == 50
     assert promised.outstanding_bytes == 0
+
+
+def test_of_layers_that_are_copied_first_the_share_is_said() -> None:
+    machine = GroupMachine("n1", "kitchen", 1000, 0, layer_bytes=100)
+    asked = _AskedMember(GroupPart(machine, 15, 30), GroupMember(15, 30, "m1", "kitchen"))
+    said = []
+    for told in (StageTold("copying", 4, 10), StageTold("verifying"), StageTold("reading", 1, 2)):
+        asked.hear(told)
+        said.append((asked.progress.stage, asked.progress.done_bytes))
+    assert said == [("copying 40 %", 0), ("verifying", 0), ("reading", 750)]

@@ -156,7 +156,7 @@ def test_the_view_says_what_each_part_takes_and_how_fast_it_is(folder: ModelFold
     assert 1 / view.tok_s == pytest.approx(here.step_s + there.step_s + there.hop_s)
     assert view.why == (
         "No machine has room for all of it; 2 are the fewest that hold it together. "
-        "Each has about as many layers."
+        "Each has about the same number of layers."
     )
 
 

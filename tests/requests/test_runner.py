@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -46,6 +46,7 @@ from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.pipeline import PipelineStep
+from fleetd.requests.pulls import ModelSource, Pulls
 from fleetd.requests.request import Request
 from fleetd.requests.runner import RequestRunner
 from fleetd.storage.store import Store
@@ -284,6 +285,19 @@ async def test_the_embedded_model_is_fetched_with_progress(make_runner: Make, st
     assert rows(store)[0][:2] == ("tiny", "settled")
 
 
+async def test_an_answer_that_goes_on_after_a_load_is_said_to_be_written(make_runner: Make) -> None:
+    events = answer("r1")
+    at = next(n for n, event in enumerate(events) if isinstance(event, Delta))
+    # Its group was lost: the model is loaded once more, and the text goes on.
+    runner = make_runner(FakePool([*events[: at + 1], Loading("warming up"), *events[at:]]), FakeModels())
+    stages: list[str] = []
+    async with aclosing(planned(runner, job())) as told:
+        async for event in told:
+            if isinstance(event, Delta | Loading):
+                stages += [running.stage for running in runner.running()]
+    assert stages[:3] == ["answering", "warming up", "answering"]
+
+
 async def test_the_request_that_waited_for_a_load_tells_what_each_stage_took(make_runner: Make) -> None:
     traces: list[Trace] = []
     waited = [Loading("starting"), Loading("reading", 0, 2), Loading("reading", 2, 2), *answer("r1")]
@@ -323,6 +337,19 @@ async def test_two_first_requests_share_one_download(make_runner: Make) -> None:
         for events in (first, second):
             assert isinstance([event async for event in events][-1], Finished)
     assert models.pulls == 1
+
+
+async def test_a_download_is_told_with_its_progress_until_it_ends() -> None:
+    models = FakeModels(names=[])
+    pulls = Pulls(cast("ModelSource", models))
+    assert pulls.running == {}
+    async with aclosing(pulls.watch("tiny")) as steps:
+        first = await anext(steps)
+        assert pulls.running == {"tiny": first}
+        models.gate.set()
+        async for _ in steps:
+            pass
+    assert pulls.running == {}
 
 
 async def test_the_first_to_leave_does_not_stop_the_others_download(make_runner: Make) -> None:

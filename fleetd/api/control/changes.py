@@ -13,8 +13,14 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from fleetd.control.daemon_status import DaemonStatus, EngineStatus, HardwareReading, MemoryBudget
-from fleetd.control.fleet_change import FleetChange, RunningRequest
+from fleetd.control.daemon_status import (
+    DaemonStatus,
+    EngineStatus,
+    HardwareReading,
+    MemoryBudget,
+    RunningRequest,
+)
+from fleetd.control.fleet_change import FleetChange
 from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.control.prefill_trace import Trace
 

@@ -41,7 +41,8 @@ _DAYS = (1, 3650)
 
 
 async def status(request: web.Request) -> web.StreamResponse:
-    return json_answer(request.app[SERVICES].status())
+    services = request.app[SERVICES]
+    return json_answer(msgspec.structs.replace(services.status(), running=list(services.running())))
 
 
 async def models(request: web.Request) -> web.StreamResponse:

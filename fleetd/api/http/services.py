@@ -13,8 +13,7 @@ from fleetd.api.kept_answers import KeptAnswers
 from fleetd.cache.service import DiskCache
 from fleetd.compression.policy import SmartPrefillBody, SmartPrefillPolicy, resolve
 from fleetd.control.cache_report import MachineFetches
-from fleetd.control.daemon_status import DaemonStatus, HardwareReading
-from fleetd.control.fleet_change import RunningRequest
+from fleetd.control.daemon_status import DaemonStatus, HardwareReading, RunningRequest
 from fleetd.control.group_view import GroupView
 from fleetd.control.prefill_plan import AddedQuestion, AddedView, PlanQuestion, PlanView
 from fleetd.control.prefill_trace import Trace, TracesView

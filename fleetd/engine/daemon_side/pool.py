@@ -150,6 +150,8 @@ class EnginePool:
     _claims: dict[str, int] = field(default_factory=dict, init=False)
     # The machines whose groups have a worker's layers, with a name for each group.
     _askers: dict[str, list[str]] = field(default_factory=dict, init=False)
+    # Why models are loaded once more for answers that go on.
+    _again: dict[str, str] = field(default_factory=dict, init=False)
     # How the bytes of a rank travel, by the name of its worker.
     _carried: dict[str, Callable[[], Carried]] = field(default_factory=dict, init=False)
     # Seconds of idleness after which a model is unloaded, where a client has said so.
@@ -360,6 +362,7 @@ class EnginePool:
                     replay.again(error)
                     lost_s = clock()
                     log.warning("group.again", model=folder.name, reason=error.message)
+                    self._again[folder.name] = error.message
                     yield _going_on(error)
                 except OutOfMemory as error:
                     if clock() - lost_s > limits.GROUP_AGAIN_S:
@@ -502,7 +505,7 @@ class EnginePool:
         machines' prompts. ``progress`` is told of the load. ``asked_by``: a machine whose group has these
         layers until the end, by name. Raises as ``stream``.
         """
-        name = await self._with_layers(folder, first, last, progress)
+        name = await self._with_layers(folder, first, last, progress, asked_by)
         with self._claim(name), self._asked_by(name, asked_by):
             yield self._models[name].first
 
@@ -574,16 +577,22 @@ class EnginePool:
         return None
 
     async def _with_layers(
-        self, folder: ModelFolder, first: int, last: int, progress: Callable[[Loading], None]
+        self,
+        folder: ModelFolder,
+        first: int,
+        last: int,
+        progress: Callable[[Loading], None],
+        asked_by: str,
     ) -> str:
-        """The name of a worker that has these layers; loads one if there is none."""
+        """The name of a worker that has these layers; loads one for ``asked_by`` if there is none."""
         if (name := self._holder(folder, first, last)) is not None:
             return name
         whole = self._models.get(folder.name)
         if whole is not None and whole.state == "loading" and not whole.first.settings.group:
             first = last = 0
         wanted = _WantedLayers(folder, first, last)
-        await self._load_beside(wanted, progress)
+        with self._asked_by(wanted.name, asked_by):
+            await self._load_beside(wanted, progress)
         return wanted.name
 
     async def _load_beside(
@@ -629,6 +638,7 @@ class EnginePool:
             msgspec.structs.replace(
                 self._with_earlier(model.status),
                 pinned=name in pinned,
+                again=self._again.get(name, "") if model.state == "loading" else "",
                 asked_by=sorted({*self._askers.get(name, ())} - {""}),
                 **({"carried": carried()} if (carried := self._carried.get(name)) is not None else {}),
             )
@@ -672,6 +682,8 @@ class EnginePool:
             yield
         finally:
             self._claims[name] -= 1
+            if not self._claims[name]:
+                self._again.pop(name, None)
             self._let_go.set()
 
     # ---- in turn ---------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ from fleetd.errors import (
 )
 from fleetd.hardware.memory import resident_bytes
 from fleetd.hardware.process_work import work_of
+from fleetd.models.names import shown_name
 
 log = structlog.get_logger(__name__)
 
@@ -260,7 +261,7 @@ class EngineProcess:
         if self.state in ("loading", "ready"):
             self.state = "stopping"
             self.error = self.error or ModelUnloaded(
-                f"{self.settings.part_of or self.settings.name} was unloaded.",
+                f"{self.shown_name} was unloaded.",
                 hint="Send the request again, and it is loaded again.",
                 retry_after_s=1,
             )
@@ -413,9 +414,7 @@ class EngineProcess:
                 self._writer.write(protocol.encode(command))
 
     def _not_running(self) -> FleetError:
-        return self.error or EngineDied(
-            f"The engine for {self.settings.name} is not running.", retry_after_s=1
-        )
+        return self.error or EngineDied(f"The engine for {self.shown_name} is not running.", retry_after_s=1)
 
     async def _exchange(
         self,
@@ -463,7 +462,7 @@ class EngineProcess:
     async def check(self) -> None:
         """Kill a worker that has work and makes no progress. Called every second or so by the pool."""
         now = asyncio.get_running_loop().time()
-        name = self.settings.name
+        name = self.shown_name
         if self.state == "loading" and self.pid is not None:
             await self._check_load(self.pid, now)
         if self.state != "ready" or not self._streams:
@@ -479,6 +478,11 @@ class EngineProcess:
             )
         elif now - self._progress_at > (within_s := self._silent_within_s):
             self.kill(EngineStalled(f"The engine for {name} made no progress for {within_s:.0f} s."))
+
+    @property
+    def shown_name(self) -> str:
+        """The model's name, for sentences: also of a worker that has some of its layers."""
+        return shown_name(self.settings.part_of or self.settings.name)
 
     @property
     def _silent_within_s(self) -> float:
@@ -605,9 +609,7 @@ class EngineProcess:
         except ConnectionError:
             pass
         except (protocol.FrameTooLong, msgspec.DecodeError) as error:
-            self.kill(
-                EngineDied(f"The engine for {self.settings.name} sent what cannot be decoded: {error}.")
-            )
+            self.kill(EngineDied(f"The engine for {self.shown_name} sent what cannot be decoded: {error}."))
         except Exception:
             log.exception("engine.reader", model=self.settings.name)
         finally:
@@ -714,7 +716,7 @@ class EngineProcess:
 
     def _death(self) -> FleetError:
         return self.error or EngineDied(
-            f"The engine for {self.settings.name} ended in the middle of its work.",
+            f"The engine for {self.shown_name} ended in the middle of its work.",
             hint="Send the request again: a new engine starts with it. The daemon's log has the reason.",
             retry_after_s=1,
         )

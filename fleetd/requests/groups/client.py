@@ -81,7 +81,9 @@ class _AskedMember:
             self.read = min(1.0, told.done / told.total)
         elif self.stage == READING:
             self.read = 1.0
-        self.stage = told.stage
+        # What is read shows in bytes; of what comes before, above all fetching, the share is said.
+        share = f" {100 * told.done // told.total} %" if told.total and told.stage != READING else ""
+        self.stage = told.stage + share
 
     @property
     def progress(self) -> MemberProgress:

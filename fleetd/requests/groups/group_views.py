@@ -99,7 +99,7 @@ def _division(found: GroupCut) -> str:
     names = [THIS_NAME, *(part.machine.name for part in found.parts[1:])]
     counts = [part.last - part.first for part in found.parts]
     if max(counts) - min(counts) <= 1:
-        return "Each has about as many layers."
+        return "Each has about the same number of layers."
     layer_s = [part.machine.layer_bytes / part.machine.bytes_per_s for part in found.parts]
     most, fastest = counts.index(max(counts)), layer_s.index(min(layer_s))
     if layer_s[most] <= layer_s[fastest] * (1 + _ALIKE):

@@ -35,6 +35,7 @@ from fleetd.models import file_threads, parts
 from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import WeightRules, layer_bytes
+from fleetd.models.names import part_name, shown_name
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
@@ -182,14 +183,14 @@ class StageServer:
                 served = ServeStage(own_id(ask.id), ask.first, ask.last, ask.tokens, peer, origin)
                 async with aclosing(engine.serve(served)) as events:
                     if not isinstance(await anext(events, None), Accepted):
-                        raise EngineDied(f"The engine for {folder.name} did not take the work.")
+                        raise EngineDied(f"The engine for {shown_name(folder.name)} did not take the work.")
                     held.engine, held.job = engine, served.id
                     with self._dialer.expect() as expected:
                         yield _joined(engine, invitation(expected))
                         sock = await expected.socket()
                     await engine.give_stream(StreamTag(served.id, STAGE, expected.key, "acceptor"), sock)
                     await _ended(events)
-            raise EngineDied(f"The engine for {folder.name} ended its part.")
+            raise EngineDied(f"The engine for {shown_name(folder.name)} ended its part.")
         finally:
             held.engine = None
             # The next group may be cut elsewhere, and needs the memory for that.
@@ -213,8 +214,7 @@ class StageServer:
             async for step in steps:
                 stream.send(messages.encode(StageTold(step.stage, step.done_bytes, step.total_bytes)))
         path = self._copies.part_path(peer, ask.digest)
-        # Another model may have its name here.
-        return await file_threads.look(parts.folder, path, f"{ask.model}~{ask.digest[:8]}")
+        return await file_threads.look(parts.folder, path, part_name(ask.model, ask.digest))
 
     async def close(self) -> None:
         """End what still runs in the background."""

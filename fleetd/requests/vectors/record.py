@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from fleetd import limits
-from fleetd.control.fleet_change import RunningRequest
+from fleetd.control.daemon_status import RunningRequest
 from fleetd.control.prefill_plan import OptionView
 from fleetd.control.prefill_trace import MachineTexts, TextsWork, Trace
 from fleetd.errors import FleetError

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from fleetd import limits
-from fleetd.control.fleet_change import RunningRequest
+from fleetd.control.daemon_status import RunningRequest
 from fleetd.control.prefill_trace import Trace
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Finished, Loading, TextsEmbedded, TextsReranked, Timings, Usage

@@ -37,6 +37,7 @@ export function machines() {
     limit: limitOf(card ? machine.card_bytes : machine.memory_bytes, status.memory.available_bytes, status.memory.usable_bytes),
     running: status.requests.running,
     waiting: status.requests.waiting,
+    pulls: status.pulls,
     models: status.engines.map((engine) => ({
       name: engine.part_of || engine.model,
       state: engine.state === "ready" ? "loaded" : engine.state,
@@ -46,8 +47,10 @@ export function machines() {
       part_total: engine.shape?.layers ?? 0,
       part_asked_by: engine.asked_by.join(", "),
       members: engine.members,
+      rank: engine.rank,
+      ranks: engine.ranks,
       cut_anew: engine.cut_anew,
-      note: engine.error || (engine.state === "loading" && engine.stage) || "",
+      note: engine.error || (engine.state === "loading" && [engine.stage, engine.again].filter(Boolean).join("; ")) || "",
       // Weights that a CPU holds packed are not in what its worker reports.
       bytes: Math.max(engine.memory_bytes, (engine.shape?.weights_bytes ?? 0) + engine.prefix_bytes + engine.kv_bytes),
       kept: engine.prefix_bytes,
@@ -62,17 +65,29 @@ export function machines() {
     total: peer.memory_bytes,
     free: peer.available_bytes,
     limit: limitOf(peer.memory_bytes, peer.available_bytes, peer.usable_bytes),
-    models: peer.models.map((model) => ({
+    models: [...peer.models.map((model) => ({
       ...model,
       // What it has of a model for others is loaded, though the model is not.
       state: model.part_last > 0 && model.state === "installed" ? "loaded" : model.state,
       bytes: model.state === "loaded" && !model.part_last ? (model.shape?.weights_bytes ?? 0) : 0,
-    })),
+    })), ...heldForHere(peer)],
     link: peer.state === "usable" ? { rtt_ms: peer.rtt_ms, bytes_per_s: peer.bytes_per_s, doubtful: peer.link_doubtful,
       kind: peer.paths.find((path) => path.in_use)?.kind ?? "" } : null,
   }));
   peers.sort((one, other) => one.name.localeCompare(other.name) || one.id.localeCompare(other.id));
   return [here, ...peers];
+}
+
+/** What a machine holds of models that this one asked for, as far as it does not tell that itself: it names no part of a model whose files it has not got, and no rank. */
+function heldForHere(peer) {
+  const told = (name) => peer.models.some((model) => model.name === name && model.part_last > 0);
+  return state.status.engines.flatMap((engine) => engine.members.map((held, at) => ({ engine, held, rank: at + 1 })))
+    .filter(({ engine, held }) => held.name === peer.name && !told(engine.model))
+    .map(({ engine, held, rank }) => ({
+      name: engine.model, state: engine.state === "ready" || held.stage === "loaded" ? "loaded" : "loading", bytes: 0,
+      part_first: engine.ranks ? 0 : held.first, part_last: engine.ranks ? 0 : held.last, part_total: engine.shape?.layers ?? 0,
+      rank, ranks: engine.ranks, part_asked_by: hereName() || "this machine",
+    }));
 }
 
 /** How full models may make the memory now, in bytes; 0 if that is not known. */
@@ -192,12 +207,14 @@ function modelList(machine) {
   const idle = models.length - active.length;
   return h("ul", { class: "chips" }, active.map(chip),
     !active.length && h("li", { key: "none", class: "quiet" }, "no model loaded"),
+    (machine.pulls ?? []).map((pull) => h("li", { key: `pull ${pull.model}`, class: "chip" },
+      h("span", { class: "name" }, short(pull.model)), h("span", { class: "tag loading" }, ` ${coming(pull)}`))),
     idle > 0 && h("li", { key: "more", class: "quiet", title: models.filter((model) => !active.includes(model)).map((model) => short(model.name)).join(", ") }, `${counted(idle, "more")} on its disk`.replace("mores", "more")),
     machine.here && !active.some((model) => model.name === state.status.default_model) && loadDefault());
 }
 
 /** Which machine holds which layers: "0–14 here, 15–29 on kitchen"; while they load also how far it is. */
-export function spans({ members }) {
+function spans({ members }) {
   const held = members.map((held) => `${held.first}–${held.last - 1} on ${held.name}${held.relayed ? " (through here)" : ""}${far(held)}`);
   return [`0–${members[0].first - 1} here`, ...held].join(", ");
 }
@@ -206,15 +223,28 @@ function far({ stage, done_bytes, total_bytes }) {
   return stage ? ` (${stage}${stage === "reading" ? `, ${bytes(done_bytes)} of ${bytes(total_bytes)}` : ""})` : "";
 }
 
+/** "downloading model.safetensors, 1.2 GB of 2.3 GB" */
+function coming({ stage, done_bytes, total_bytes }) {
+  return `${stage || "being fetched"}${total_bytes ? `, ${bytes(done_bytes)} of ${bytes(total_bytes)}` : ""}`;
+}
+
+/** What a machine has of a model over several: "layers 0–14 here, 15–29 on kitchen", "part 2 of 2 of every layer, for mini"; "" of others. */
+export function heldTogether(model) {
+  const asked = model.part_asked_by ? `, for ${model.part_asked_by}` : "";
+  if (model.members?.length && model.ranks) return `a part of every layer here and on ${model.members.map((held) => `${held.name}${far(held)}`).join(", ")}`;
+  if (model.members?.length) return `layers ${spans(model)}`;
+  if (model.ranks) return `part ${model.rank + 1} of ${model.ranks} of every layer${asked}`;
+  return model.part_last > 0 ? `layers ${model.part_first}–${model.part_last - 1}${model.part_total ? ` of ${model.part_total}` : ""}${asked}` : "";
+}
+
 function chip(model, at) {
-  const part = model.part_last > 0 ? ` layers ${model.part_first}–${model.part_last - 1}${model.part_total ? ` of ${model.part_total}` : ""}${model.part_asked_by ? `, for ${model.part_asked_by}` : ""}`
-    : model.members?.length > 0 && ` layers ${spans(model)}`;
+  const part = heldTogether(model);
   return h("li", { key: `${model.name} ${model.part_first} ${at}`, class: "chip" },
-    h("span", { class: "name" }, short(model.name)), part && h("span", { class: "tag" }, part),
+    h("span", { class: "name" }, short(model.name)), part && h("span", { class: "tag" }, ` ${part}`),
     model.cut_anew && h("span", { class: "tag", title: model.cut_anew }, " cut anew"),
     model.state !== "loaded" && h("span", { class: `tag ${model.state}` }, ` ${model.state}`),
     model.speed?.prefill_tok_s > 0 && h("span", { class: "quiet" },
-      ` reads ${speed(model.speed.prefill_tok_s)}, writes ${speed(model.speed.decode_tok_s)}`, model.speed.doubt && [" ", h("abbr", { title: model.speed.doubt }, "(uncertain)")], model.capped && " (not believed)"),
+      ` reads ${speed(model.speed.prefill_tok_s)}${model.speed.decode_tok_s > 0 ? `, writes ${speed(model.speed.decode_tok_s)}` : ""}`, model.speed.doubt && [" ", h("abbr", { title: model.speed.doubt }, "(uncertain)")], model.capped && " (not believed)"),
     model.helping > 0 && h("span", { class: "quiet" }, " helping another machine"),
     model.note && h("span", { class: "why" }, ` ${model.note}`));
 }

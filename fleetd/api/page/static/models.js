@@ -2,7 +2,7 @@
 
 import { call, events, get } from "/page/calls.js";
 import { h } from "/page/dom.js";
-import { bar, machines, short, spans } from "/page/fleet.js";
+import { bar, heldTogether, machines, short } from "/page/fleet.js";
 import { lookAt, models, refresh, there } from "/page/listing.js";
 import { hereName, redraw, say, state } from "/page/store.js";
 import { bytes, count } from "/page/units.js";
@@ -202,7 +202,7 @@ function installedRow(model) {
       h("p", { class: "quiet" }, [bytes(model.weights_bytes), `${count(model.context_tokens)} tokens of context`, model.architecture, model.roles.join(", "), tools(model), drafter(model)].filter(Boolean).join(" · "))),
     h("div", null, h("p", null, h("span", { class: `tag ${at}` }, at), model.pinned && h("span", { class: "tag" }, "pinned"), engine?.memory_bytes > 0 && h("span", { class: "quiet" }, ` ${bytes(engine.memory_bytes)}`)),
       engine?.state === "loading" && [h("p", { class: "quiet" }, engine.stage), engine.total > 0 && bar(engine.done, engine.total, engine.stage)],
-      engine?.members?.length > 0 && h("p", { class: "quiet" }, `layers ${spans(engine)}`),
+      engine?.members?.length > 0 && h("p", { class: "quiet" }, heldTogether(engine)),
       !engine && room(model),
       engine?.error && h("p", { class: "why" }, engine.error), progress(model.name)),
     h("p", { class: "buttons" },

@@ -7,6 +7,9 @@ import { hereName, state } from "/page/store.js";
 import { count, counted, percent, seconds } from "/page/units.js";
 import { detail, sharesOf } from "/page/request_detail.js";
 
+// What the steps count; of others the share that is done is told.
+const UNITS = { "reading the prompt": "token", "making vectors": "text", "scoring documents": "document" };
+
 export function requestsView(id) {
   const running = [...state.requests.values()];
   // An answer is known by its id; the request of each of its choices has more behind that.
@@ -31,8 +34,9 @@ function runningRow(request) {
     h("div", null,
       h("h3", null, short(request.model), h("small", null, ` ${request.id.slice(-8)}`, (request.asked_by || request.client) && ` for ${request.asked_by || request.client}`)),
       h("p", null, request.stage || "waiting for a place",
-        request.total > 0 && request.stage === "reading the prompt" && `: ${count(request.done)} of ${counted(request.total, "token")}`,
-        request.total > 0 && request.stage !== "reading the prompt" && `: ${percent(request.done, request.total)}`,
+        request.total > 0 && (UNITS[request.stage]
+          ? `: ${count(request.done)} of ${counted(request.total, UNITS[request.stage])}`
+          : `: ${percent(request.done, request.total)}`),
         request.completion_tokens > 0 && `: ${counted(request.completion_tokens, "token")}`),
       request.total > 0 ? bar(request.done, request.total, request.stage) : h("div", { class: "bar" })),
     h("div", null,
@@ -46,8 +50,10 @@ function parts(plan, request) {
   const shares = sharesOf(plan);
   const reading = request.stage === "reading the prompt";
   const past = request.ttft_s !== null;
+  // Nothing is answered in words: each machine computes texts.
+  const texts = request.stage in UNITS && !reading;
   return h("ul", { class: "plainlist" }, shares.map((share) =>
-    h("li", { key: share.machine }, h("span", { class: "name" }, share.machine === "this machine" ? hereName() || share.machine : share.machine), " ", h("span", { class: "quiet" }, share.what, past && share.helper ? " · done" : reading && share.helper ? " · at work" : ""))));
+    h("li", { key: share.machine }, h("span", { class: "name" }, share.machine === "this machine" ? hereName() || share.machine : share.machine), " ", h("span", { class: "quiet" }, texts ? "computes texts" : share.what, past && share.helper ? " · done" : reading && share.helper ? " · at work" : ""))));
 }
 
 function promptText({ prompt_tokens, cached_tokens, kept_tokens }) {
