@@ -23,6 +23,7 @@ from bench.harness.child import ROOT
 from bench.harness.daemon import MODEL, fetch_model
 from eval import forms, kept_facts, long_texts, requests, rounded, tried_voices
 from eval.engine import Engine
+from eval.kept_facts import KeptFacts
 from eval.report import MeasuredAt, Results, page, pictures
 from eval.runs import Outcome, RequestRunner, gate, selection_recall
 from eval.statistics import Share
@@ -70,8 +71,8 @@ SEGMENTS = (1, 2, 4)
 LAYERS = (2, 4, 6, 8, 10, 12, 14, 16, 20)
 
 
-# Lengths of long texts, and texts of each kind in a run without names: the longest ones take hours.
-LONG_TEXTS = {4000: 2, 16_000: 1, 32_000: 0, 64_000: 0, 128_000: 0}
+# Lengths of long texts, and texts of each group of kinds in a run without names: the longest ones take hours.
+LONG_TEXTS = {4000: 1, 16_000: 1, 32_000: 0, 64_000: 0, 128_000: 0}
 # The same of texts that nobody asks about.
 UNASKED_TEXTS = {1500: 2, 4000: 1}
 # Tasks of each kind that are answered with other arithmetic, and their length.
@@ -157,7 +158,7 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
         results.declined = {kind: (share.hits, share.of) for kind, share in declined.items()}
         print("\n".join(requests.table(results.requests)))
         step()
-    await _long_texts(results, names, step)
+    await _long_texts(results, names, part, step)
     await _unasked(results, names, step)
     await _shared(results, names, part, step)
     if all(name in ("gate", "shared") or name.startswith(("facts-", "unasked-")) for name in names):
@@ -201,23 +202,25 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
             step()
 
 
-async def _long_texts(results: Results, names: Sequence[str], step: Callable[[], None]) -> None:
+async def _long_texts(results: Results, names: Sequence[str], part: float, step: Callable[[], None]) -> None:
     """Facts kept of texts of the named lengths; a length that is named is measured at least once."""
     for tokens, usual in LONG_TEXTS.items():
         texts = usual if len(names) == len(STEPS) else max(1, usual)
         if results.quick or f"facts-{tokens}" not in names:
             continue
-        for kind in long_texts.KINDS if texts else ():
+        for kinds in long_texts.groups(tokens) if texts else ():
             seeds = range(FIRST_SEED, FIRST_SEED + texts)
-            new = await asyncio.to_thread(kept_facts.of_kind, MODEL, kind, tokens, seeds)
-            results.facts = [
-                cell for cell in results.facts if (cell.kind, cell.tokens) != (kind, tokens)
-            ] + new
-            print(
-                f"{kind} {tokens} tokens: "
-                + "  ".join(f"{cell.ratio} {cell.share('scores')}" for cell in new)
-            )
+            new = await asyncio.to_thread(kept_facts.of_group, MODEL, kinds, tokens, seeds, part)
+            others = [cell for cell in results.facts if (cell.tokens, cell.kind) not in _cells(new)]
+            results.facts = [*others, *new]
+            for kind in kinds:
+                shares = (f"{cell.ratio} {cell.share('scores')}" for cell in new if cell.kind == kind)
+                print(f"{kind} {tokens} tokens: {'  '.join(shares)}")
             step()
+
+
+def _cells(found: Sequence[KeptFacts]) -> set[tuple[int, str]]:
+    return {(cell.tokens, cell.kind) for cell in found}
 
 
 async def _unasked(results: Results, names: Sequence[str], step: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ Needs no model. It finds what is named, where attention finds what is meant.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -33,8 +34,10 @@ _STOP = frozenset(_STOP_WORDS.split())
 
 def relevance(question: str, units: Sequence[str]) -> list[float]:
     """BM25 score of each unit's text for the question's words; 0 if it has none of them."""
-    asked = _terms(words(question)[-_QUESTION_WORDS:])
-    found = [_terms(words(unit)) for unit in units]
+    # A text has far fewer words than places for them.
+    stems: dict[str, str] = {}
+    asked = _terms(words(question)[-_QUESTION_WORDS:], stems)
+    found = [_terms(words(unit), stems) for unit in units]
     frequency: Counter[tuple[str, ...]] = Counter()
     for terms in found:
         frequency.update(terms.keys())
@@ -46,14 +49,18 @@ def relevance(question: str, units: Sequence[str]) -> list[float]:
     return scores
 
 
-def _terms(found: Sequence[str]) -> Counter[tuple[str, ...]]:
-    stems = [_stem(word) for word in found]
+def _terms(found: Sequence[str], stems: dict[str, str]) -> Counter[tuple[str, ...]]:
+    """n-grams that have a word with a meaning in them. ``stems`` remembers those of words."""
+    for word in found:
+        if word not in stems:
+            stems[word] = _stem(word)
+    of = [stems[word] for word in found]
+    # Places of words with a meaning up to each place: where the number grows, there is one.
+    means = [0, *itertools.accumulate(word not in _STOP for word in found)]
     terms: Counter[tuple[str, ...]] = Counter()
     for order in _ORDERS:
-        for i in range(len(stems) - order + 1):
-            gram = tuple(stems[i : i + order])
-            if any(word not in _STOP for word in found[i : i + order]):
-                terms[gram] += 1
+        grams = zip(*(of[i:] for i in range(order)), strict=False)
+        terms.update(gram for i, gram in enumerate(grams) if means[i + order] > means[i])
     return terms
 
 
