@@ -21,7 +21,7 @@ from bench import staleness
 from bench.harness import host
 from bench.harness.child import ROOT
 from bench.harness.daemon import MODEL, fetch_model
-from eval import forms, kept_facts, long_texts, requests, rounded, tried_voices
+from eval import arithmetic, forms, kept_facts, long_texts, requests, rounded, tried_voices
 from eval.engine import Engine
 from eval.kept_facts import KeptFacts
 from eval.report import MeasuredAt, Results, page, pictures
@@ -75,8 +75,10 @@ LAYERS = (2, 4, 6, 8, 10, 12, 14, 16, 20)
 LONG_TEXTS = {4000: 1, 16_000: 1, 32_000: 0, 64_000: 0, 128_000: 0}
 # The same of texts that nobody asks about.
 UNASKED_TEXTS = {1500: 2, 4000: 1}
-# Tasks of each kind that are answered with other arithmetic, and their length.
-SHARED_TASKS, QUICK_SHARED_TASKS, SHARED_TOKENS = 8, 1, 1000
+# Kinds of tasks that are answered with other arithmetic as well: of the others the small model answers none
+# right. Tasks of each, and their length.
+SHARED_KINDS = ("single", "distractors", "needles4", "needles8", "hop", "dialogue")
+SHARED_TASKS, QUICK_SHARED_TASKS, SHARED_TOKENS = 8, 1, 600
 # In a run without names.
 USUAL_SHARED_TASKS = 2
 
@@ -86,6 +88,7 @@ STEPS = (
     *(f"facts-{tokens}" for tokens in LONG_TEXTS),
     *(f"unasked-{tokens}" for tokens in UNASKED_TEXTS),
     "shared",
+    "kv-bits",
     "verdict",
     "peaks",
     *(f"{kind}-{tokens}" for kind, tokens, *_ in PLAN),
@@ -161,7 +164,14 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
     await _long_texts(results, names, part, step)
     await _unasked(results, names, step)
     await _shared(results, names, part, step)
-    if all(name in ("gate", "shared") or name.startswith(("facts-", "unasked-")) for name in names):
+    if "kv-bits" in names and not results.quick:
+        ways = ("float32", "KV in 8 bits", "KV in 4 bits")
+        results.perplexity = await asyncio.to_thread(arithmetic.perplexities_of, ways)
+        print(results.perplexity)
+        step()
+    if all(
+        name in ("gate", "shared", "kv-bits") or name.startswith(("facts-", "unasked-")) for name in names
+    ):
         return
     async with AsyncExitStack() as stack:
         # Decoding gains little from a second thread, and answers are many: a worker for each core.
@@ -241,12 +251,12 @@ async def _unasked(results: Results, names: Sequence[str], step: Callable[[], No
 
 
 async def _shared(results: Results, names: Sequence[str], part: float, step: Callable[[], None]) -> None:
-    """Every kind of task once more with other arithmetic in it."""
+    """Tasks once more with other arithmetic in them."""
     if "shared" not in names:
         return
     usual = USUAL_SHARED_TASKS if len(names) == len(STEPS) else SHARED_TASKS
     count = QUICK_SHARED_TASKS if results.quick else max(1, round(part * usual))
-    for kind in dict.fromkeys(kind for kind, *_ in PLAN):
+    for kind in SHARED_KINDS:
         seeds = range(FIRST_SEED, FIRST_SEED + count)
         new = await asyncio.to_thread(rounded.of_kind, MODEL, kind, SHARED_TOKENS, seeds)
         results.rounded = [old for old in results.rounded if old.kind != kind] + [new]
