@@ -132,7 +132,7 @@ In the first three forms another machine takes part; such answers are labelled `
 rounds hidden states, keys and values to bfloat16 after each of its layers. *routed*: it answers. *by layers*:
 it computes the first half of the layers of the prompt. *by tokens*: it computes the first half of the prompt.
 
-In *8 bits* and *4 bits* this machine is alone and holds keys and values in so many bits (`models.kv_bits`)."""
+In *8 bits* and *4 bits* this machine is alone; keys and values are held in so many (`models.kv_bits`)."""
 
 _BITS = """\
 Perplexity of texts that stay whole, weights and products in float32, by how keys and values are held:"""
