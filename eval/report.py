@@ -110,7 +110,12 @@ that Python ships, a run of each in turn, or tables, JSON and code one behind th
 *ratio* is the share of the tokens that may be kept. Beside the share at each ratio stand, for a ratio of 0.1,
 its thirds by place in the text, and what others keep in the same room: *BM25* by the question's words alone,
 *the end* and *random*. Questions for which nothing was selected are left out: the whole text would be read.
-*passes*: in how many pieces the scorer read the text."""
+*passes*: in how many pieces the scorer read the text.
+
+Where much is lost, and why. Questions that share no word with their facts, and descriptions of bugs, leave
+only attention to find the place, and a scorer of this size knows few other words for a thing. Of two hops and
+of variables that are passed on, attention finds what the question names; the next steps are found by names
+that lead from sentence to sentence, and have half of the room."""
 
 
 _UNASKED = """\
