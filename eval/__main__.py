@@ -21,8 +21,9 @@ from bench import staleness
 from bench.harness import host
 from bench.harness.child import ROOT
 from bench.harness.daemon import MODEL, fetch_model
-from eval import forms, kept_facts, long_texts, requests, rounded, tried_voices
+from eval import arithmetic, forms, kept_facts, long_texts, requests, rounded, tried_voices
 from eval.engine import Engine
+from eval.kept_facts import KeptFacts
 from eval.report import MeasuredAt, Results, page, pictures
 from eval.runs import Outcome, RequestRunner, gate, selection_recall
 from eval.statistics import Share
@@ -70,12 +71,14 @@ SEGMENTS = (1, 2, 4)
 LAYERS = (2, 4, 6, 8, 10, 12, 14, 16, 20)
 
 
-# Lengths of long texts, and texts of each kind in a run without names: the longest ones take hours.
-LONG_TEXTS = {4000: 2, 16_000: 1, 32_000: 0, 64_000: 0, 128_000: 0}
+# Lengths of long texts, and texts of each group of kinds in a run without names: the longest ones take hours.
+LONG_TEXTS = {4000: 1, 16_000: 1, 32_000: 0, 64_000: 0, 128_000: 0}
 # The same of texts that nobody asks about.
 UNASKED_TEXTS = {1500: 2, 4000: 1}
-# Tasks of each kind that are answered with other arithmetic, and their length.
-SHARED_TASKS, QUICK_SHARED_TASKS, SHARED_TOKENS = 8, 1, 1000
+# Kinds of tasks that are answered with other arithmetic as well: of the others the small model answers none
+# right. Tasks of each, and their length.
+SHARED_KINDS = ("single", "distractors", "needles4", "needles8", "hop", "dialogue")
+SHARED_TASKS, QUICK_SHARED_TASKS, SHARED_TOKENS = 8, 1, 600
 # In a run without names.
 USUAL_SHARED_TASKS = 2
 
@@ -85,6 +88,7 @@ STEPS = (
     *(f"facts-{tokens}" for tokens in LONG_TEXTS),
     *(f"unasked-{tokens}" for tokens in UNASKED_TEXTS),
     "shared",
+    "kv-bits",
     "verdict",
     "peaks",
     *(f"{kind}-{tokens}" for kind, tokens, *_ in PLAN),
@@ -157,10 +161,17 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
         results.declined = {kind: (share.hits, share.of) for kind, share in declined.items()}
         print("\n".join(requests.table(results.requests)))
         step()
-    await _long_texts(results, names, step)
+    await _long_texts(results, names, part, step)
     await _unasked(results, names, step)
     await _shared(results, names, part, step)
-    if all(name in ("gate", "shared") or name.startswith(("facts-", "unasked-")) for name in names):
+    if "kv-bits" in names and not results.quick:
+        ways = ("float32", "KV in 8 bits", "KV in 4 bits")
+        results.perplexity = await asyncio.to_thread(arithmetic.perplexities_of, ways)
+        print(results.perplexity)
+        step()
+    if all(
+        name in ("gate", "shared", "kv-bits") or name.startswith(("facts-", "unasked-")) for name in names
+    ):
         return
     async with AsyncExitStack() as stack:
         # Decoding gains little from a second thread, and answers are many: a worker for each core.
@@ -201,23 +212,25 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
             step()
 
 
-async def _long_texts(results: Results, names: Sequence[str], step: Callable[[], None]) -> None:
+async def _long_texts(results: Results, names: Sequence[str], part: float, step: Callable[[], None]) -> None:
     """Facts kept of texts of the named lengths; a length that is named is measured at least once."""
     for tokens, usual in LONG_TEXTS.items():
         texts = usual if len(names) == len(STEPS) else max(1, usual)
         if results.quick or f"facts-{tokens}" not in names:
             continue
-        for kind in long_texts.KINDS if texts else ():
+        for kinds in long_texts.groups(tokens) if texts else ():
             seeds = range(FIRST_SEED, FIRST_SEED + texts)
-            new = await asyncio.to_thread(kept_facts.of_kind, MODEL, kind, tokens, seeds)
-            results.facts = [
-                cell for cell in results.facts if (cell.kind, cell.tokens) != (kind, tokens)
-            ] + new
-            print(
-                f"{kind} {tokens} tokens: "
-                + "  ".join(f"{cell.ratio} {cell.share('scores')}" for cell in new)
-            )
+            new = await asyncio.to_thread(kept_facts.of_group, MODEL, kinds, tokens, seeds, part)
+            others = [cell for cell in results.facts if (cell.tokens, cell.kind) not in _cells(new)]
+            results.facts = [*others, *new]
+            for kind in kinds:
+                shares = (f"{cell.ratio} {cell.share('scores')}" for cell in new if cell.kind == kind)
+                print(f"{kind} {tokens} tokens: {'  '.join(shares)}")
             step()
+
+
+def _cells(found: Sequence[KeptFacts]) -> set[tuple[int, str]]:
+    return {(cell.tokens, cell.kind) for cell in found}
 
 
 async def _unasked(results: Results, names: Sequence[str], step: Callable[[], None]) -> None:
@@ -238,12 +251,12 @@ async def _unasked(results: Results, names: Sequence[str], step: Callable[[], No
 
 
 async def _shared(results: Results, names: Sequence[str], part: float, step: Callable[[], None]) -> None:
-    """Every kind of task once more with other arithmetic in it."""
+    """Tasks once more with other arithmetic in them."""
     if "shared" not in names:
         return
     usual = USUAL_SHARED_TASKS if len(names) == len(STEPS) else SHARED_TASKS
     count = QUICK_SHARED_TASKS if results.quick else max(1, round(part * usual))
-    for kind in dict.fromkeys(kind for kind, *_ in PLAN):
+    for kind in SHARED_KINDS:
         seeds = range(FIRST_SEED, FIRST_SEED + count)
         new = await asyncio.to_thread(rounded.of_kind, MODEL, kind, SHARED_TOKENS, seeds)
         results.rounded = [old for old in results.rounded if old.kind != kind] + [new]

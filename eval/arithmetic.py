@@ -2,7 +2,7 @@
 float32; or what quantised keys and values change.
 
 Perplexity on texts that stay as they are, and the share of answers that the model finds in a whole prompt.
-Each way has a process of its own. Decisions 60 and 73 quote what it prints.
+Each way has a process of its own. Decisions 60 and 71 quote what it prints.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> int:
         print(json.dumps(perplexities(args.perplexity)))
         return 0
     ways = ("float32", f"KV in {args.kv_bits} bits" if args.kv_bits else "int8")
-    for name, found in _perplexities(ways).items():
+    for name, found in perplexities_of(ways).items():
         before, after = (found[each] for each in ways)
         print(f"perplexity, {name}: {before:.3f} -> {after:.3f} ({100 * (after / before - 1):+.2f} %)")
     for kind, tokens in KINDS:
@@ -93,7 +93,7 @@ def _loss(model: Any, tokens: list[int]) -> float:
     return total / count
 
 
-def _perplexities(ways: Sequence[str]) -> dict[str, dict[str, float]]:
+def perplexities_of(ways: Sequence[str]) -> dict[str, dict[str, float]]:
     """Name of a text → way → perplexity."""
     found: dict[str, dict[str, float]] = {name: {} for name in texts()}
     for way in ways:

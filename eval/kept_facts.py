@@ -11,6 +11,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ if TYPE_CHECKING:  # needs MLX, which is set up first
 
 RATIOS = (0.3, 0.1, 0.05, 0.02)
 FORMS = ("scores", "BM25", "the end", "random")
+# At which the others are measured, and how many random choices take turns.
+RIVALS_RATIO, _DRAWS = 0.1, 8
 # Of texts that nobody asks about. Facts of other kinds are rows of records like all the others.
 UNASKED_KINDS = ("one needle", "one key of forty", "four values of a key", "variables passed on")
 UNASKED_RATIOS = (0.5, 0.3, 0.1)
@@ -142,23 +145,27 @@ class TextScorer:
             scores.append(score_guests._scores(tap, layout, one, heads))
 
 
-def measured(scorer: TextScorer, text: LongText, passes: int, into: dict[float, KeptFacts]) -> None:
-    """Add what is kept of a text, for each of its questions, at each ratio of ``into``."""
+def measured(
+    scorer: TextScorer, text: LongText, passes: int, into: dict[tuple[str, float], KeptFacts]
+) -> None:
+    """Add what is kept of a text, for each of its questions, at each kind and ratio of ``into``."""
     began_s = time.monotonic()
     documents = [Document.of_text(f"{text.text}\n\n{asked.question}") for asked in text.asked]
     scored = scorer.scores(documents, passes)
     seconds = time.monotonic() - began_s
     for kept in into.values():
         kept.seconds += seconds
+    # What neither a question nor a score chooses is the same for all questions.
+    plain = {"the end": [forms.truncated(documents[0], RIVALS_RATIO)]}
+    plain["random"] = [forms.at_random(documents[0], RIVALS_RATIO, draw) for draw in range(_DRAWS)]
     for index, (asked, document, scores) in enumerate(zip(text.asked, documents, scored, strict=True)):
-        for ratio, kept in into.items():
+        for ratio in RATIOS:
+            kept = into[asked.kind, ratio]
             kept.questions += 1
-            chosen = {
-                "scores": forms.selected(document, scores, ratio),
-                "BM25": forms.selected(document, None, ratio),
-                "the end": forms.truncated(document, ratio),
-                "random": forms.at_random(document, ratio, index),
-            }
+            chosen = {"scores": forms.selected(document, scores, ratio)}
+            if ratio == RIVALS_RATIO:
+                chosen["BM25"] = forms.selected(document, None, ratio)
+                chosen |= {form: draws[index % len(draws)] for form, draws in plain.items()}
             kept.kept_ratio += chosen["scores"].ratio
             for form, selection in chosen.items():
                 if selection.declined:
@@ -215,18 +222,35 @@ def of_unasked(folder: Path, kind: str, tokens: int, seeds: Sequence[int]) -> li
     passes = max(1, tokens // limits.SMART_PASS_TOKENS)
     found = {ratio: KeptFacts(kind, tokens, ratio, passes) for ratio in UNASKED_RATIOS}
     for seed in seeds:
-        measured_unasked(scorer, long_text(kind, tokens, seed, count), passes, found)
+        measured_unasked(scorer, long_text((kind,), tokens, seed, count), passes, found)
     return list(found.values())
 
 
-def of_kind(folder: Path, kind: str, tokens: int, seeds: Sequence[int]) -> list[KeptFacts]:
-    """What a scorer keeps of a text per seed, at each ratio. Loads the model into this process once."""
+def of_group(
+    folder: Path, kinds: Sequence[str], tokens: int, seeds: Sequence[int], part: float = 1.0
+) -> list[KeptFacts]:
+    """What a scorer keeps of a text per seed that ``kinds`` share, by kind and ratio.
+
+    ``part``: which share of the questions is asked. Loads the model into this process once."""
     scorer, count = _scorer(folder)
     passes = max(1, tokens // limits.SMART_PASS_TOKENS)
-    found = {ratio: KeptFacts(kind, tokens, ratio, passes) for ratio in RATIOS}
+    found = {(kind, ratio): KeptFacts(kind, tokens, ratio, passes) for kind in kinds for ratio in RATIOS}
     for seed in seeds:
-        measured(scorer, long_text(kind, tokens, seed, count), passes, found)
+        text = long_text(kinds, tokens, seed, count)
+        measured(scorer, some(text, part), passes, found)
     return list(found.values())
+
+
+def some(text: LongText, part: float) -> LongText:
+    """The text with ``part`` of the questions of each kind, spread evenly; at least one of each."""
+    numbers: Counter[str] = Counter()
+    asked = []
+    for each in text.asked:
+        at = numbers[each.kind]
+        numbers[each.kind] += 1
+        if at == 0 or int((at + 1) * part) > int(at * part):
+            asked.append(each)
+    return replace(text, asked=tuple(asked))
 
 
 @cache

@@ -4,37 +4,45 @@ Kinds are those of RULER (arXiv 2404.06654), made anew: one needle, several, key
 key, variables that are passed on, two hops; besides these questions that share no word with their facts, code
 with bugs, JSON and tables. Common words, RULER's last kind, need the whole text: the gate declines them.
 
-A text hides the facts of all its questions, so a question of a template has its like beside it.
+A text hides the facts of all its questions, so a question of a template has its like beside it. Kinds share
+texts (`groups`): reading one is what a question costs.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import pydoc_data.topics
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from eval import haystacks
 from eval.haystacks import COLOURS, FRUIT, NAMES, PLACES, TOWNS
 from eval.tasks import WORDS, Count
 
-# Of each text.
-QUESTIONS = 40
+# Facts of each kind that a text hides and that are asked for at least; of tables and JSON, if they have room.
+FACTS = 40
+# Of a text, at most: the rest is what they stand in.
+_FACTS_SHARE = 0.5
+# Tokens of one sort of text before the other one goes on.
+_RUN_TOKENS = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """``facts``: what must be kept, word for word."""
 
+    kind: str
     question: str
     facts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LongText:
-    kind: str
+    """``tokens``: about how many it has, facts included."""
+
     tokens: int
     text: str
     asked: tuple[Asked, ...]
@@ -131,19 +139,29 @@ _BUGS = (
     ("    while index < 10: use(index)", "never ends because the index is not increased"),
     ("    password = 'letmein'", "has a password in its source"),
     ("    query = 'SELECT * FROM t WHERE id=' + user_input", "lets a user inject SQL"),
-    ("    file = open(path); return file.read()", "leaves a file open"),
+    ("    file = open(path); return file.readline()", "leaves a file open"),
     ("    except Exception: pass", "hides every error"),
+    ("    os.system('ls ' + user_input)", "runs a shell command that a user can choose"),
+    ("    if index = 3: return values", "has an assignment where a comparison is meant"),
+    ("    for value in values: values.remove(value)", "changes a list while it walks over it"),
+    ("    price = round(0.1 + 0.2, 2) == 0.3 and float(index)", "computes money in binary fractions"),
+    ("    return handle(values, path, index, user_input)", "calls itself without an end"),
+    ("    lock.acquire(); values.clear(); return", "never releases the lock"),
+    ("    day = (index + 1) % 8", "takes a week to have eight days"),
+    ("    token = str(random.random())", "makes a session key that can be guessed"),
+    ("    requests.get(path, verify=False)", "does not check the server's certificate"),
+    ("    return values[0] if not values else None", "takes the first element only of an empty list"),
+    ("    celsius = index * 9 / 5 + 32", "takes Fahrenheit for Celsius"),
+    ("    time.sleep(index * 1000)  # milliseconds", "waits a thousand times too long"),
 )
 
 _Made = tuple[list[str], list[Asked]]
 
 
-def _said(direct: bool) -> Callable[[random.Random], _Made]:
-    def made(chance: random.Random) -> _Made:
-        asked = [Asked(question if direct else other, (said,)) for said, question, other in _SAID]
-        return [said for said, *_ in _SAID], asked
-
-    return made
+def _told(chance: random.Random) -> _Made:
+    kinds = ((1, "one needle"), (2, "no word in common"))
+    asked = [Asked(kind, said[which], (said[0],)) for which, kind in kinds for said in _SAID]
+    return [said for said, *_ in _SAID], asked
 
 
 def _keys(chance: random.Random, many: int) -> list[str]:
@@ -151,57 +169,50 @@ def _keys(chance: random.Random, many: int) -> list[str]:
     return chance.sample(every, many)
 
 
-def _codes(many: int) -> Callable[[random.Random], _Made]:
-    """Questions about ``many`` keys at once."""
-
-    def made(chance: random.Random) -> _Made:
-        said = {
-            key: f"The secret code of the {key} is {chance.randint(10000, 99999)}."
-            for key in _keys(chance, QUESTIONS)
-        }
-        asked = []
-        for _ in range(QUESTIONS):
-            keys = chance.sample(list(said), many)
-            named = "the " + ", the ".join(keys)
-            question = (
-                f"What are the secret codes of {named}?"
-                if many > 1
-                else f"What is the secret code of {named}?"
-            )
-            asked.append(Asked(question, tuple(said[key] for key in keys)))
-        return list(said.values()), asked
-
-    return made
+def _codes(chance: random.Random) -> _Made:
+    """Questions about one, four and eight keys at once; each key is asked for once by each kind."""
+    said = {
+        key: f"The secret code of the {key} is {chance.randint(10000, 99999)}."
+        for key in _keys(chance, FACTS)
+    }
+    asked = []
+    for kind, many in (("one key of forty", 1), ("four needles", 4), ("eight needles", 8)):
+        keys = chance.sample(list(said), FACTS)
+        for of in (keys[at : at + many] for at in range(0, FACTS, many)):
+            named = "the " + ", the ".join(of)
+            question = f"What {'are the secret codes' if many > 1 else 'is the secret code'} of {named}?"
+            asked.append(Asked(kind, question, tuple(said[key] for key in of)))
+    return list(said.values()), asked
 
 
 def _values(chance: random.Random) -> _Made:
     """Four values of one key."""
     hidden: list[str] = []
     asked: list[Asked] = []
-    for key in _keys(chance, QUESTIONS):
+    for key in _keys(chance, FACTS // 4):
         said = tuple(
             f"One of the lucky numbers of the {key} is {number}."
             for number in chance.sample(range(10000, 99999), 4)
         )
         hidden += said
-        asked.append(Asked(f"What are all the lucky numbers of the {key}?", said))
+        asked.append(Asked("four values of a key", f"What are all the lucky numbers of the {key}?", said))
     return hidden, asked
 
 
 def _variables(chance: random.Random) -> _Made:
-    """A value that is passed on from variable to variable, four times."""
+    """A value that is passed on from variable to variable, three to a chain."""
     hidden: list[str] = []
     asked: list[Asked] = []
     names = [f"{word.upper()}_{fruit.upper()}" for word in WORDS for fruit in FRUIT]
     chance.shuffle(names)
-    for number in range(min(QUESTIONS, len(names) // 3)):
+    for number in range(-(-FACTS // 3)):
         chain, value = names[3 * number : 3 * number + 3], chance.randint(10000, 99999)
         said = (
             f"VAR {chain[0]} = {value}.",
             *(f"VAR {b} = VAR {a}." for a, b in itertools.pairwise(chain)),
         )
         hidden += said
-        asked.append(Asked(f"Which variables have the value {value}?", said))
+        asked.append(Asked("variables passed on", f"Which variables have the value {value}?", said))
     return hidden, asked
 
 
@@ -209,91 +220,143 @@ def _hops(chance: random.Random) -> _Made:
     hidden: list[str] = []
     asked: list[Asked] = []
     people = [f"{name} {word.capitalize()}" for name in NAMES for word in WORDS]
-    for key, person in zip(_keys(chance, QUESTIONS), chance.sample(people, QUESTIONS), strict=True):
+    many = FACTS // 2
+    for key, person in zip(_keys(chance, many), chance.sample(people, many), strict=True):
         said = (
             f"The {key} is looked after by {person}.",
             f"The secret code of {person} is {chance.randint(10000, 99999)}.",
         )
         hidden += said
-        asked.append(Asked(f"What is the secret code of whoever looks after the {key}?", said))
+        question = f"What is the secret code of whoever looks after the {key}?"
+        asked.append(Asked("two hops", question, said))
     return hidden, asked
 
 
-HIDDEN: dict[str, Callable[[random.Random], _Made]] = {
-    "one needle": _said(direct=True),
-    "no word in common": _said(direct=False),
-    "one key of forty": _codes(1),
-    "four needles": _codes(4),
-    "eight needles": _codes(8),
-    "four values of a key": _values,
-    "variables passed on": _variables,
-    "two hops": _hops,
-}
-HAYSTACKS = ("sentences", "documentation")
+# Kinds that ask about the same facts, and these.
+_MAKERS: tuple[tuple[tuple[str, ...], Callable[[random.Random], _Made]], ...] = (
+    (("one needle", "no word in common"), _told),
+    (("one key of forty", "four needles", "eight needles"), _codes),
+    (("four values of a key",), _values),
+    (("variables passed on",), _variables),
+    (("two hops",), _hops),
+)
+HIDDEN = tuple(kind for kinds, _ in _MAKERS for kind in kinds)
 
 
-def hidden_text(kind: str, haystack: str, tokens: int, seed: int, count: Count) -> LongText:
-    """Facts between the sentences of a haystack of about ``tokens`` tokens, at even distances."""
-    chance = random.Random(f"{kind} {haystack} {tokens} {seed}")
-    said, asked = HIDDEN[kind](chance)
-    chance.shuffle(said)
-    hay = _hay(haystack, chance, tokens, count)
-    for place, fact in enumerate(said):
-        haystacks.hidden(chance, hay, fact, (place + chance.random()) / len(said))
-    return LongText(kind, tokens, "\n\n".join(hay), tuple(asked))
+def hidden_text(kinds: Sequence[str], tokens: int, seed: int, count: Count) -> LongText:
+    """The facts of ``kinds`` at even distances between sentences from templates and paragraphs of Python's
+    documentation, which take turns; an even seed begins with the first."""
+    chance = random.Random(f"{' '.join(kinds)} {tokens} {seed}")
+    hidden: list[str] = []
+    asked: list[Asked] = []
+    for of, make in _MAKERS:
+        if set(of) & set(kinds):
+            said, questions = make(chance)
+            hidden += said
+            asked += [each for each in questions if each.kind in kinds]
+    chance.shuffle(hidden)
+    theirs = sum(count(fact) + 1 for fact in hidden)
+    hay = _hay(chance, max(tokens - theirs, round(tokens * (1 - _FACTS_SHARE))), seed, count)
+    # Paragraphs differ in length: distances are those of the text.
+    ends = list(itertools.accumulate(len(paragraph) for paragraph in hay))
+    for place, fact in enumerate(hidden):
+        at = bisect.bisect_left(ends, (place + chance.random()) / len(hidden) * ends[-1])
+        haystacks.hidden(chance, hay, fact, (at + 0.5) / len(hay))
+    return LongText(tokens, "\n\n".join(hay), tuple(asked))
 
 
-def _hay(haystack: str, chance: random.Random, tokens: int, count: Count) -> list[str]:
-    if haystack == "sentences":
-        return haystacks.paragraphs(chance, tokens, count, tuning=False)
+def _hay(chance: random.Random, tokens: int, seed: int, count: Count) -> list[str]:
+    """Paragraphs of ``tokens`` together: a run of each sort in turn."""
     topics = list(pydoc_data.topics.topics.values())
     chance.shuffle(topics)
+    documentation = itertools.cycle("\n\n".join(topics).split("\n\n"))
     found: list[str] = []
     left = tokens
     while left > 0:
-        for paragraph in "\n\n".join(topics).split("\n\n"):
-            found.append(paragraph)
-            left -= count(paragraph) + 1
-            if left <= 0:
-                break
+        run = min(_RUN_TOKENS, left)
+        seed += 1
+        if seed % 2:
+            found += (made := haystacks.paragraphs(chance, run, count, tuning=False))
+            left -= sum(count(paragraph) + 1 for paragraph in made)
+            continue
+        while run > 0:
+            found.append(next(documentation))
+            run -= (one := count(found[-1]) + 1)
+            left -= one
     return found
 
 
-def structured_text(kind: str, tokens: int, seed: int, count: Count) -> LongText:
-    """Rows of a table, records in JSON, or functions of which some have a bug."""
-    chance = random.Random(f"{kind} {tokens} {seed}")
-    rows: list[str] = []
-    left = tokens
-    while left > 0:
-        rows.append(_ROWS[kind](chance, len(rows)))
-        left -= count(rows[-1]) + 1
+def structured_text(kinds: Sequence[str], tokens: int, seed: int, count: Count) -> LongText:
+    """Rows of a table, records in JSON, functions of which some have a bug; one behind the other."""
+    chance = random.Random(f"{' '.join(kinds)} {tokens} {seed}")
+    parts: list[str] = []
     asked: list[Asked] = []
-    if kind == "code with a bug":
-        for index, (line, bug) in enumerate(_BUGS):
-            place = int((index + chance.random()) / len(_BUGS) * len(rows))
-            name = f"handle_{WORDS[index]}"
-            rows.insert(place, f"def {name}(values, path, index, user_input):\n{line}\n")
-            asked.append(Asked(f"Which function {bug}?", (f"def {name}(", line)))
-        return LongText(kind, tokens, "```python\n" + "\n".join(rows) + "\n```", tuple(asked))
-    chosen = [int((n + chance.random()) / QUESTIONS * len(rows)) for n in range(QUESTIONS)]
-    for index in chosen:
-        locker = rows[index].split()[-2] if kind == "table" else str(json.loads(rows[index])["locker"])
-        asked.append(Asked(f"What is the locker number of person {index}?", (locker,)))
-    text = (
-        "[\n" + ",\n".join(rows) + "\n]"
-        if kind == "JSON"
-        else "| Person | Town | Locker |\n|---|---|---|\n" + "\n".join(rows)
-    )
-    return LongText(kind, tokens, text, tuple(asked))
+    for kind in kinds:
+        text, questions = _PARTS[kind](chance, tokens // len(kinds), count)
+        parts.append(text)
+        asked += questions
+    return LongText(tokens, "\n\n".join(parts), tuple(asked))
 
 
-def _table_row(chance: random.Random, index: int) -> str:
-    return f"| person {index} | {chance.choice(TOWNS)} | {chance.randint(10_000_000, 99_999_999)} |"
+def _rows(
+    make: Callable[[random.Random, int], str], chance: random.Random, tokens: int, count: Count
+) -> list[str]:
+    rows: list[str] = []
+    while tokens > 0:
+        rows.append(make(chance, len(rows)))
+        tokens -= count(rows[-1]) + 1
+    return rows
 
 
-def _record(chance: random.Random, index: int) -> str:
-    locker = chance.randint(10_000_000, 99_999_999)
-    return json.dumps({"person": f"person {index}", "town": chance.choice(TOWNS), "locker": locker})
+def _spread(chance: random.Random, rows: int) -> list[int]:
+    """Numbers of rows, at even distances."""
+    many = min(FACTS, rows)
+    return [int((number + chance.random()) / many * rows) for number in range(many)]
+
+
+def _table(chance: random.Random, tokens: int, count: Count) -> tuple[str, list[Asked]]:
+    lockers: list[str] = []
+
+    def row(chance: random.Random, index: int) -> str:
+        lockers.append(str(chance.randint(10_000_000, 99_999_999)))
+        return f"| visitor {index} | {chance.choice(TOWNS)} | {lockers[-1]} |"
+
+    rows = _rows(row, chance, tokens, count)
+    asked = [
+        Asked("table", f"What is the locker number of visitor {index}?", (lockers[index],))
+        for index in _spread(chance, len(rows))
+    ]
+    return "| Visitor | Town | Locker |\n|---|---|---|\n" + "\n".join(rows), asked
+
+
+def _json(chance: random.Random, tokens: int, count: Count) -> tuple[str, list[Asked]]:
+    lockers: list[str] = []
+
+    def record(chance: random.Random, index: int) -> str:
+        lockers.append(str(locker := chance.randint(10_000_000, 99_999_999)))
+        return json.dumps({"person": f"person {index}", "town": chance.choice(TOWNS), "locker": locker})
+
+    rows = _rows(record, chance, tokens, count)
+    asked = [
+        Asked("JSON", f"What is the locker number of person {index}?", (lockers[index],))
+        for index in _spread(chance, len(rows))
+    ]
+    return "```json\n[\n" + ",\n".join(rows) + "\n]\n```", asked
+
+
+def _code(chance: random.Random, tokens: int, count: Count) -> tuple[str, list[Asked]]:
+    """Each bug counts as two facts: the name of its function, and its line."""
+    names = [f"handle_{word}_{colour}" for word in WORDS for colour in COLOURS]
+    said, asked = [], []
+    for name, (line, bug) in zip(chance.sample(names, len(_BUGS)), _BUGS, strict=True):
+        said.append(f"def {name}(values, path, index, user_input):\n{line}\n")
+        asked.append(Asked("code with a bug", f"Which function {bug}?", (f"def {name}(", line)))
+    chance.shuffle(said)
+    theirs = sum(count(function) + 1 for function in said)
+    rows = _rows(_function, chance, max(tokens - theirs, round(tokens * (1 - _FACTS_SHARE))), count)
+    for place, function in enumerate(said):
+        rows.insert(int((place + chance.random()) / len(said) * len(rows)), function)
+    return "```python\n" + "\n".join(rows) + "\n```", asked
 
 
 def _function(chance: random.Random, index: int) -> str:
@@ -309,16 +372,25 @@ def _function(chance: random.Random, index: int) -> str:
     return f"def {chance.choice(('load', 'sort', 'merge', 'send'))}_{noun}_{index}(values, path):\n{body}\n"
 
 
-_ROWS: dict[str, Callable[[random.Random, int], str]] = {
-    "table": _table_row,
-    "JSON": _record,
-    "code with a bug": _function,
+_PARTS: dict[str, Callable[[random.Random, int, Count], tuple[str, list[Asked]]]] = {
+    "table": _table,
+    "JSON": _json,
+    "code with a bug": _code,
 }
-KINDS = (*HIDDEN, *_ROWS)
+STRUCTURED = tuple(_PARTS)
+KINDS = (*HIDDEN, *STRUCTURED)
+# A text has room for the facts of all kinds from so many tokens on.
+_ROOM_FOR_ALL = 16_000
 
 
-def long_text(kind: str, tokens: int, seed: int, count: Count) -> LongText:
-    """The same arguments give the same text; an odd seed has documentation as its haystack."""
-    if kind in _ROWS:
-        return structured_text(kind, tokens, seed, count)
-    return hidden_text(kind, HAYSTACKS[seed % 2], tokens, seed, count)
+def groups(tokens: int) -> tuple[tuple[str, ...], ...]:
+    """Kinds that share a text of so many tokens."""
+    if tokens >= _ROOM_FOR_ALL:
+        return HIDDEN, STRUCTURED
+    return HIDDEN[:5], HIDDEN[5:], STRUCTURED[:2], STRUCTURED[2:]
+
+
+def long_text(kinds: Sequence[str], tokens: int, seed: int, count: Count) -> LongText:
+    """The same arguments give the same text."""
+    made = structured_text if kinds[0] in _PARTS else hidden_text
+    return made(kinds, tokens, seed, count)

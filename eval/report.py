@@ -94,6 +94,7 @@ class Results(msgspec.Struct):
     facts: list[KeptFacts] = []
     unasked: list[KeptFacts] = []
     rounded: list[RoundedAnswers] = []
+    perplexity: dict[str, dict[str, float]] = {}
     measured: dict[str, MeasuredAt] = {}
 
 
@@ -103,12 +104,18 @@ _SEVERAL = ("four needles", "eight needles", "four values of a key")
 _LONG = """\
 ## Long texts
 
-Facts that selection keeps, word for word, of texts with many facts and 40 questions about each text (8 about
-code); no answer is generated. The text between them is made of sentences from templates, or is the
-documentation that Python ships. *ratio* is the share of the tokens that may be kept. Beside the share at
-each ratio stand, for a ratio of 0.1, its thirds by place in the text, and what others keep in the same room:
-*BM25* by the question's words alone, *the end* and *random*. Questions for which nothing was selected are
-left out: the whole text would be read. *passes*: in how many pieces the scorer read the text."""
+Facts that selection keeps, word for word, of texts with at least 40 facts of each kind (of tables and JSON as
+many as have room); no answer is generated. Kinds share a text: sentences from templates and the documentation
+that Python ships, a run of each in turn, or tables, JSON and code one behind the other. *n* counts facts.
+*ratio* is the share of the tokens that may be kept. Beside the share at each ratio stand, for a ratio of 0.1,
+its thirds by place in the text, and what others keep in the same room: *BM25* by the question's words alone,
+*the end* and *random*. Questions for which nothing was selected are left out: the whole text would be read.
+*passes*: in how many pieces the scorer read the text.
+
+Where much is lost, and why. Questions that share no word with their facts, and descriptions of bugs, leave
+only attention to find the place, and a scorer of this size knows few other words for a thing. Of two hops and
+of variables that are passed on, attention finds what the question names; the next steps are found by names
+that lead from sentence to sentence, and have half of the room."""
 
 
 _UNASKED = """\
@@ -123,10 +130,17 @@ _ROUNDED = """\
 ## What other arithmetic costs
 
 Answers to the whole prompt that are right, of those that are right if the model runs on one machine alone.
-*same* is the share of tasks whose answers are the same, token by token. What takes part is a stand-in for
-another machine: after each of its layers it rounds hidden states, keys and values to bfloat16. *routed*: it
-answers. *by layers*: it computes the first half of the layers of the prompt. *by tokens*: it computes the
-first half of the prompt. Such answers are labelled `equivalent`."""
+*same* is the share of tasks whose answers are the same, token by token. Kinds that this model hardly answers
+(code, JSON, tables) are left out.
+
+In the first three forms another machine takes part; such answers are labelled `equivalent`. A stand-in
+rounds hidden states, keys and values to bfloat16 after each of its layers. *routed*: it answers. *by layers*:
+it computes the first half of the layers of the prompt. *by tokens*: it computes the first half of the prompt.
+
+In *8 bits* and *4 bits* this machine is alone; keys and values are held in so many (`models.kv_bits`)."""
+
+_BITS = """\
+Perplexity of texts that stay whole, weights and products in float32, by how keys and values are held:"""
 
 
 class Bar(msgspec.Struct, frozen=True):
@@ -195,6 +209,8 @@ def page(results: Results, ages: Mapping[str, int | None]) -> str:
         parts.append(_UNASKED + "\n\n" + "\n".join(_unasked(results.unasked)))
     if results.rounded:
         parts.append(_ROUNDED + "\n\n" + "\n".join(_rounded(results.rounded)))
+    if results.perplexity:
+        parts.append("\n".join(_perplexity(results.perplexity)))
     parts.append("\n".join(_plots(results)))
     parts.append(_ALWAYS)
     parts.append("## How\n\n" + "\n".join(_how(results, ages)))
@@ -405,7 +421,8 @@ def _long(facts: Sequence[KeptFacts]) -> list[str]:
             at = [str(cells[kind, tokens, ratio].share("scores")) for ratio in RATIOS]
             tenth = cells[kind, tokens, 0.1]
             beside = [
-                f"{tenth.share(form).value:.0%}" for form in (*THIRDS, *FORMS[1:]) if tenth.share(form).of
+                f"{tenth.share(form).value:.0%}" if tenth.share(form).of else "none"
+                for form in (*THIRDS, *FORMS[1:])
             ]
             rows.append(f"| {kind} | {tokens} | {tenth.passes} | {' | '.join([*at, *beside])} |")
     return rows
@@ -427,17 +444,30 @@ def _unasked(facts: Sequence[KeptFacts]) -> Iterator[str]:
 def _rounded(found: Sequence[RoundedAnswers]) -> Iterator[str]:
     """A row for each kind, and one for all."""
     forms = rounded.FORMS
-    same = " | ".join(f"same, {form}" for form in forms)
-    yield f"| task | tokens | right alone | {' | '.join(forms)} | {same} |"
-    yield "|---" * (3 + 2 * len(forms)) + "|"
+    yield f"| task | tokens | right alone | {' | '.join(forms)} |"
+    yield "|---" * (3 + len(forms)) + "|"
     for each in found:
-        figures = " | ".join(
-            [*(str(each.kept(form)) for form in forms), *(f"{each.alike(form).value:.0%}" for form in forms)]
-        )
-        alone = Share(each.right.get("alone", 0), each.answers)
-        yield f"| {_NAMES[each.kind]} | {each.tokens} | {alone} | {figures} |"
-    alone = sum((Share(each.right.get("alone", 0), each.answers) for each in found), Share(0, 0))
-    kept_all = (sum((each.kept(form) for each in found), Share(0, 0)) for form in forms)
-    alike = (sum((each.alike(form) for each in found), Share(0, 0)) for form in forms)
-    figures = " | ".join([*map(str, kept_all), *(f"{share.value:.0%}" for share in alike)])
-    yield f"| all | | {alone} | {figures} |"
+        yield f"| {_NAMES[each.kind]} | {each.tokens} | {_beside_alone([each])} |"
+    yield f"| all | | {_beside_alone(found)} |"
+
+
+def _beside_alone(found: Sequence[RoundedAnswers]) -> str:
+    """Columns of some kinds together."""
+    none = Share(0, 0)
+    columns = [str(sum((Share(each.right.get("alone", 0), each.answers) for each in found), none))]
+    for form in rounded.FORMS:
+        kept_all = sum((each.kept(form) for each in found), none)
+        same = sum((each.alike(form) for each in found), none)
+        columns.append(f"{kept_all}, same {same.value:.0%}" if same.of else "none")
+    return " | ".join(columns)
+
+
+def _perplexity(found: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    ways = list(next(iter(found.values())))
+    yield f"\n{_BITS}\n"
+    yield f"| text | {' | '.join(ways)} |"
+    yield "|---" * (1 + len(ways)) + "|"
+    for text, by_way in found.items():
+        first = by_way[ways[0]]
+        shown = (f"{value:.3f} ({100 * (value / first - 1):+.1f} %)" for value in list(by_way.values())[1:])
+        yield f"| {text} | {' | '.join([f'{first:.3f}', *shown])} |"

@@ -35,6 +35,11 @@ PAIRS = 16
 TOKEN_BYTES = 2 * 4 + PAIRS * (2 + 4)
 # Tokens that a score is averaged over: a name is several tokens, and what it is about stands beside it.
 POOL = 13
+# A text's first tokens that count for nothing: attention that finds nothing goes to them, whatever they say
+# (attention sinks: Xiao et al., arXiv 2309.17453). If no token of the model opens every text, they are the
+# text's own. Averaged with what stands beside them, that made a table's header, and with it all of its rows,
+# matter more than any answer further down. What a text begins with is kept in any case.
+SINK_TOKENS = 4
 # Tokens whose pairs are sorted at a time.
 _BLOCK = 1024
 # What rounding may put a logit above the logarithm of a sum that it is part of.
@@ -163,12 +168,15 @@ def join(segments: Sequence[SegmentScores]) -> SegmentScores:
 
 def merge(segments: Sequence[SegmentScores], pool: int = POOL) -> TokenScores:
     """All tokens' probabilities among all tokens, reduced to one number each; see ``reduced`` and ``pooled``.
+    The first ``SINK_TOKENS`` count for nothing.
 
     The order of ``segments`` does not matter. Raises ValueError where they cannot be parts of one text that
     was scored with one question by one model.
     """
     whole = join(segments)
-    return TokenScores(whole.starts, whole.ends, pooled(reduced(whole), pool))
+    values = reduced(whole)
+    values[:SINK_TOKENS] = 0
+    return TokenScores(whole.starts, whole.ends, pooled(values, pool))
 
 
 def reduced(scores: SegmentScores) -> F32:

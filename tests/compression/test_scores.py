@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from fleetd.compression.packed import PackedScores
-from fleetd.compression.token_scores import PAIRS, SegmentScores, join, log_sum_exp, merge, pooled, reduced
+from fleetd.compression.token_scores import (
+    PAIRS,
+    SINK_TOKENS,
+    SegmentScores,
+    join,
+    log_sum_exp,
+    merge,
+    pooled,
+    reduced,
+)
 
 HEADS, QUERIES, TOKENS = 3, 5, 400
 
@@ -27,12 +36,14 @@ def segment(logits: np.ndarray, first: int = 0, last: int = TOKENS) -> SegmentSc
 
 
 def one_pass(logits: np.ndarray) -> np.ndarray:
-    """Softmax over all tokens, the best head of each query, the mean of the two best queries."""
+    """Softmax over all tokens, the best head of each query, the mean of the two best queries; no sinks."""
     z = logits.astype(np.float64)
     p = np.exp(z - z.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
     by_query = np.sort(p.max(axis=0), axis=0)
-    return by_query[-2:].mean(axis=0)
+    values = by_query[-2:].mean(axis=0)
+    values[:SINK_TOKENS] = 0
+    return values
 
 
 @pytest.mark.parametrize("cuts", [[], [200], [100, 200, 300], [1, 2, 399], list(range(20, 400, 20))])
@@ -43,6 +54,18 @@ def test_segments_merge_to_one_softmax(logits: np.ndarray, cuts: list[int]) -> N
     np.testing.assert_allclose(merged.values, one_pass(logits), rtol=2e-5)
     assert merged.starts.tolist() == [4 * n for n in range(TOKENS)]
     assert int(merged.values.argmax()) == 77
+
+
+def test_attention_that_found_nothing_makes_the_beginning_of_a_text_matter_no_more(
+    logits: np.ndarray,
+) -> None:
+    plain = merge([segment(logits)])
+    logits[..., 0] += 12
+    assert reduced(segment(logits))[0] > 0.9
+    sunk = merge([segment(logits)])
+    assert sunk.values[:10].max() <= plain.values.max()
+    # What is left to the others is less, and the best one of them is the same.
+    assert 70 <= int(sunk.values.argmax()) <= 84
 
 
 def test_sums_alone_are_not_enough() -> None:
@@ -131,7 +154,7 @@ def test_what_does_not_fit_together_is_refused(logits: np.ndarray, wrong: dict[s
 def test_a_logit_may_exceed_its_sum_by_what_rounding_adds() -> None:
     one = segment(np.full((1, 1, 1), 7.0, np.float32), 0, 1).packed()
     found = SegmentScores.unpack(msgspec.structs.replace(one, logits=np.float32(7.0005).tobytes()))
-    assert merge([found]).values == pytest.approx([1.0], rel=1e-3)
+    assert reduced(found) == pytest.approx([1.0], rel=1e-3)
     with pytest.raises(ValueError, match="more than the sum"):
         SegmentScores.unpack(msgspec.structs.replace(one, logits=np.float32(7.01).tobytes()))
 

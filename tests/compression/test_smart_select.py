@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 
+import numpy as np
 import pytest
 from examples import examples
 from hypothesis import given
@@ -16,7 +17,7 @@ from fleetd.compression.pins import pins
 from fleetd.compression.policy import SmartPrefillBody, SmartPrefillPolicy, resolve
 from fleetd.compression.select import select
 from fleetd.compression.text_units import MOST_CHARS
-from fleetd.compression.token_scores import TokenScores
+from fleetd.compression.token_scores import SegmentScores, TokenScores, merge
 from fleetd.compression.words import estimate_tokens
 
 NEEDLE = "The secret code of the harbour office is 48213."
@@ -217,7 +218,50 @@ def test_words_find_what_attention_misses() -> None:
     assert NEEDLE in kept_text(document, select(document, found, policy(0.1)).kept)
 
 
-def test_a_word_that_leads_on_is_followed_once() -> None:
+def test_a_table_at_the_beginning_does_not_take_the_room_of_an_answer_behind_it() -> None:
+    """The first token of a text gets most of the attention: it is no reason to keep all rows of its table."""
+    rows = "\n".join(f"| visitor {i} | {1000 + i} |" for i in range(60))
+    records = ",\n".join(f'{{"person": "person {i}", "locker": {7000 + i}}}' for i in range(60))
+    document = Document.of_text(
+        f"| Visitor | Locker |\n|---|---|\n{rows}\n\n```json\n[\n{records}\n]\n```\n\n"
+        "What is the locker of person 31?"
+    )
+    # A pair of head and query that finds the record, and one that finds nothing; tokens of four characters.
+    count = len(document.text) // 4
+    starts = np.arange(count, dtype=np.int32) * 4
+    found = np.zeros((2, 2, count), np.float32)
+    found[0, :, 0] = 12.0
+    found[1, :, document.text.index("person 31") // 4] = 5.0
+    attention = merge([SegmentScores.of_logits(starts, starts + 4, found)])
+    kept = kept_text(document, select(document, attention, policy(0.2)).kept)
+    assert '"person 31", "locker": 7031' in kept
+
+
+def test_a_name_leads_on_whose_words_are_both_frequent() -> None:
+    first, second = "The bell tower is looked after by Irene Walnut.", "Irene Walnut has 61862 on the door."
+    others = [
+        f"{name} Walnut likes the sea. Irene {other} does not."
+        for name, other in itertools.product(("Marta", "Lena", "Tomas"), ("Pebble", "Ribbon"))
+    ]
+    document = Document.of_text(
+        "\n\n".join([haystack(1, 10), first, *others, haystack(2, 10), second, haystack(3, 10)])
+        + "\n\nWhat is the code of whoever looks after the bell tower?"
+    )
+    kept = kept_text(document, select(document, None, policy(0.1)).kept)
+    assert first in kept
+    assert second in kept
+
+
+def test_a_chain_of_names_is_followed_to_its_end() -> None:
+    chain = ["VAR ALPHA = 58250.", "VAR BETA = VAR ALPHA.", "VAR GAMMA = VAR BETA.", "VAR DELTA = VAR GAMMA."]
+    others = [f"VAR NAME_{i} = {10_000 + i}.\n\nVAR OTHER_{i} = VAR NAME_{i}." for i in range(8)]
+    parts = [f"{haystack(i, 10)}\n\n{said}" for i, said in enumerate([*chain[::-1], *others], 1)]
+    document = Document.of_text("\n\n".join(parts) + "\n\nWhich variables have the value 58250?")
+    kept = kept_text(document, select(document, None, policy(0.05)).kept)
+    assert [said for said in chain if said not in kept] == []
+
+
+def test_a_word_that_leads_on_is_followed() -> None:
     first, second = "Marta owns the vault called Kestrel.", "The guard of Kestrel is old Tobias."
     document = Document.of_text(
         f"{haystack(1, 15)}\n\n{first}\n\n{haystack(2, 15)}\n\n{second}\n\n{haystack(3, 15)}\n\n"

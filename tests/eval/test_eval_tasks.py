@@ -10,7 +10,7 @@ import pytest
 from bench.harness.child import ROOT
 from eval import forms, plots, report
 from eval.__main__ import CODE
-from eval.kept_facts import UNASKED_FORMS, KeptFacts
+from eval.kept_facts import RATIOS, THIRDS, UNASKED_FORMS, KeptFacts
 from eval.requests import BEHIND, GATE, IN_FRONT, Declined
 from eval.rounded import RoundedAnswers
 from eval.runs import Outcome, dense, gate, kept, lost, recall
@@ -215,6 +215,28 @@ def test_what_other_arithmetic_costs_is_counted_by_the_answers_that_are_right_al
     section = report.page(results, {}).partition("## What other arithmetic costs")[2].partition("\n## ")[0]
     assert "| one needle | 100 | 75.0 %" in section
     assert section.count("| all |") == 1
+
+
+def test_perplexity_by_the_bits_of_keys_and_values_stands_beside_that_of_numbers() -> None:
+    by_way = {"float32": 10.0, "KV in 8 bits": 10.01, "KV in 4 bits": 13.0}
+    results = report.Results(
+        ["python -m eval kv-bits"], "2026-01-01", [], "m", False, perplexity={"prose": by_way}
+    )
+    assert "| prose | 10.000 | 10.010 (+0.1 %) | 13.000 (+30.0 %) |" in report.page(results, {})
+
+
+def test_a_row_of_a_long_text_has_a_cell_for_each_of_its_columns() -> None:
+    """Also if selection by words declined all questions of a kind."""
+    cells = []
+    for ratio in RATIOS:
+        cells.append(cell := KeptFacts("no word in common", 4000, ratio, 1))
+        for form in ("scores", *THIRDS):
+            cell.add(form, Share(9, 10))
+    results = report.Results(["python -m eval"], "2026-01-01", [], "m", False, facts=cells)
+    section = report.page(results, {}).partition("## Long texts")[2].partition("\n## ")[0]
+    columns, _, row = [line for line in section.splitlines() if line.startswith("|")]
+    assert row.count("|") == columns.count("|")
+    assert row.endswith("| none | none | none |")
 
 
 def test_what_is_kept_without_a_question_is_shown_with_its_rivals() -> None:

@@ -36,7 +36,7 @@ def quantise_rows(model: Any, bits: KvBits) -> RowPrecision:
     """
     used: list[Any] = make_prompt_cache(model)
     mx.eval(model(mx.array([[1]]), cache=used))
-    found = [[_packing(part, bits) for part in parts(layer)] for layer in used]
+    found = [packings(layer, bits) for layer in used]
     packed = [packing for layer in found for packing in layer if packing is not None]
     text = _text(bits, len(packed), len(all_parts(used)))
     if not packed:
@@ -51,6 +51,11 @@ def quantise_rows(model: Any, bits: KvBits) -> RowPrecision:
         if packing is not None
     )
     return RowPrecision(bits, text, unpacking)
+
+
+def packings(used: Any, bits: int) -> list[RowPacking | None]:
+    """How the parts of a layer's cache, in which a token is, can be held in ``bits`` bits; None: as now."""
+    return [_packing(part, bits) for part in parts(used)]
 
 
 def _packing(part: Any, bits: int) -> RowPacking | None:
