@@ -116,6 +116,8 @@ class OptionView(msgspec.Struct, frozen=True):
     # … and tokens that the machine ``fetched_from`` sends.
     fetched_tokens: int = 0
     fetched_from: str = ""
+    # In how many bits helpers send keys and values; 0 is as they are held.
+    wire_bits: int = 0
 
 
 class DraftsView(msgspec.Struct, frozen=True, omit_defaults=True):

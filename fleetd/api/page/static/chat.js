@@ -74,7 +74,7 @@ function bodyOf(turns) {
 async function answer() {
   const abort = (chat.abort = new AbortController());
   const body = bodyOf(chat.turns);
-  const turn = { role: "assistant", content: "", reasoning: "", began: performance.now(), first: null, error: null, stopped: false, request: "", plan: "", exactness: "", smart: "", usage: null };
+  const turn = { role: "assistant", content: "", reasoning: "", began: performance.now(), first: null, error: null, stopped: false, request: "", plan: "", exactness: "", bits: {}, smart: "", usage: null };
   chat.turns.push(turn);
   follow.on = true;
   grown();
@@ -83,6 +83,7 @@ async function answer() {
     turn.request = response.headers.get("X-Fleet-Request") ?? "";
     turn.plan = response.headers.get("X-Fleet-Plan") ?? "";
     turn.exactness = response.headers.get("X-Fleet-Exactness") ?? "";
+    for (const [name, header] of [["kv", "X-Fleet-KV-Bits"], ["wire", "X-Fleet-Wire-Bits"]]) turn.bits[name] = Number(response.headers.get(header) ?? 0);
     turn.smart = notUsed(response.headers.get("X-SmartPrefill-Skipped") ?? "");
     for await (const chunk of events(response, undefined, (comment) => commented(turn, comment))) {
       heard(turn, chunk);
@@ -110,9 +111,10 @@ function heard(turn, chunk) {
 
 // What is known only once the headers are out comes in comments.
 function commented(turn, text) {
-  const [, name, told] = /^(plan|exactness|smart prefill skipped:) (.*)$/.exec(text) ?? [];
+  const [, name, told] = /^(plan|exactness|kv bits|wire bits|smart prefill skipped:) (.*)$/.exec(text) ?? [];
   if (name === "plan") turn.plan = told.split(": ")[0];
   else if (name === "exactness") turn.exactness = told;
+  else if (name?.endsWith(" bits")) turn.bits[name.split(" ")[0]] = Number(told);
   else if (name) turn.smart = notUsed(told);
   redraw();
 }
@@ -285,7 +287,7 @@ function figures(turn) {
   const first_s = turn.first === null ? null : (turn.first - turn.began) / 1000;
   const tokens = turn.usage?.completion_tokens;
   return [turn.stopped && "stopped", first_s !== null && `first token ${seconds(first_s)}`, tokens && counted(tokens, "token"), tokens && turn.ended && rate(tokens - 1, (turn.ended - turn.first) / 1000),
-    first_s !== null && place(turn.plan), first_s !== null && turn.exactness].filter(Boolean).join(" · ");
+    first_s !== null && place(turn.plan), first_s !== null && [turn.exactness, ...bitsOf({ kv_bits: turn.bits.kv, wire_bits: turn.bits.wire })].filter(Boolean).join(" · ")].filter(Boolean).join(" · ");
 }
 
 /** "on studio", "read with studio", or this machine's name, for "remote; nodes=studio" and the like. */
