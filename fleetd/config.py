@@ -448,7 +448,7 @@ class SettingKey(msgspec.Struct, frozen=True):
         """The type in a word or two, for people."""
         bare = get_args(self.type)[0]
         if choices := (get_args(bare) if getattr(bare, "__origin__", None) is Literal else ()):
-            return "|".join(choices)
+            return "|".join(map(str, choices))
         if bare == list[str]:
             return "list of strings"
         return "bytes" if self.name.endswith("_bytes") else str(bare.__name__)

@@ -27,7 +27,8 @@ def way(option: OptionView) -> str:
     kind, then = one_line(option.kind), one_line(option.prefill)
     if kind in ("", "any"):
         return "-"  # a machine that cannot help at all
-    return f"{kind} + {then}" if kind in ("smart", "remote") and then not in ("", "local") else kind
+    bits = f" ({option.wire_bits} bits)" if option.wire_bits else ""
+    return f"{kind} + {then}" if kind in ("smart", "remote") and then not in ("", "local") else kind + bits
 
 
 def division(option: OptionView) -> str:
@@ -49,7 +50,9 @@ def division(option: OptionView) -> str:
         who = ", ".join(parts)
     else:
         return way(option)
-    return f"{kind}: {who}" + (f", in chunks of {count(option.chunk)} tokens" if option.chunk else "")
+    chunks = f", in chunks of {count(option.chunk)} tokens" if option.chunk else ""
+    wire = f", rows sent in {option.wire_bits} bits" if option.wire_bits else ""
+    return f"{kind}: {who}{chunks}{wire}"
 
 
 def drafts_line(drafts: DraftsView) -> str:

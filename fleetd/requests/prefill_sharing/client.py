@@ -262,8 +262,7 @@ class SharingRun:
         told = self._request.attempt.generate.warm
         matching = [told[at] for at in accepted.warm if at < len(told)]
         # What is exact so far stays so.
-        matching = [rows for rows in matching if rows.exact or not accepted.exact]
-        warm = dict(self._sharing.warm_notes.of(own.digest, matching))
+        warm = dict(self._sharing.warm_notes.of(own.digest, matching, exact=accepted.exact))
         asked = msgspec.structs.replace(asked, warm=tuple(warm.items()))
         exact = self._request.attempt.generate.exact
         choice = self._sharing.choose(own, asked, exact=exact)
@@ -283,7 +282,7 @@ class SharingRun:
             own_chunks,
             facts.shape.kv_bits,
             choice.best.wire_bits,
-            accepted.exact and choice.best.exact,
+            accepted.exact and not choice.best.wire_bits,
         )
         self._digest = own.digest
         self._parts = planner_facts.parts(choice.best, self._sharing.machines(own, exact=exact))
@@ -367,15 +366,16 @@ class SharingRun:
         if report is None or len(report.prefixes) != len(agreed.helpers):
             return
         split, exact = agreed.split, agreed.terms.exact
-        if exact and not self._outcome.agreed_exact:
-            return  # helpers keep as exact what was not
         for helper, prefix in zip(agreed.helpers, report.prefixes, strict=True):
             if helper.kept:
                 layers = split.layers_of(helper.rank)
                 rows = WarmRows(
                     split.tokens_of(helper.rank).stop, layers.start, layers.stop, prefix, exact=exact
                 )
-                self._sharing.warm_notes.note(self._digest, helper.node_id, rows)
+                # That all helpers compute the same bytes, they do not know of each other.
+                self._sharing.warm_notes.note(
+                    self._digest, helper.node_id, rows, exact=exact and bool(self._outcome.agreed_exact)
+                )
 
     def reported(self, report: PrefillReport) -> Planned | None:
         """The shared prefill has ended. The new plan if the engine goes on alone, else None."""
