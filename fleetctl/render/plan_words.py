@@ -28,7 +28,8 @@ def way(option: OptionView) -> str:
     if kind in ("", "any"):
         return "-"  # a machine that cannot help at all
     bits = f" ({option.wire_bits} bits)" if option.wire_bits else ""
-    return f"{kind} + {then}" if kind in ("smart", "remote") and then not in ("", "local") else kind + bits
+    several = kind in ("smart", "remote") and then not in ("", "local")
+    return (f"{kind} + {then}" if several else kind) + bits
 
 
 def division(option: OptionView) -> str:
@@ -64,6 +65,8 @@ def drafts_line(drafts: DraftsView) -> str:
     missing = ""
     if drafts.draft_model and not drafts.drafters:
         missing = f" No machine can draft with {one_line(drafts.draft_model)} now."
+    if drafts.no_room:
+        missing += f" {one_line(drafts.no_room)}"
     same = ", same text" if drafts.verdict.startswith("exact") else ""
     return f"Drafting: on, up to {drafts.width} tokens at a time{same}. Sources: {named}.{missing}"
 

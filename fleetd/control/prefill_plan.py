@@ -125,7 +125,8 @@ class DraftsView(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``sources``: of drafts, preferred ones first; if there are none, ``reason`` says why. ``width``: most
     tokens of one pass; an answer's acceptance and the cost of passes may leave fewer. ``verdict``: of the
-    probe. ``draft_model`` drafts on the first of the machines ``drafters`` that can.
+    probe. ``draft_model`` drafts on the first of the machines ``drafters`` that can; ``no_room`` says why not
+    on this one, if it does not fit beside what is loaded.
     """
 
     verdict: str
@@ -134,6 +135,7 @@ class DraftsView(msgspec.Struct, frozen=True, omit_defaults=True):
     draft_model: str = ""
     drafters: list[str] = []
     reason: str = ""
+    no_room: str = ""
 
 
 class PlanView(msgspec.Struct, frozen=True):

@@ -80,7 +80,7 @@ def test_rows_come_in_8_bits_over_a_slow_link_and_the_answer_says_so(pair: LiveF
     seen = trace(alpha)
     assert (seen["outcome"], seen["exactness"], seen["wire_bits"]) == ("shared", "equivalent", 8), seen
     assert seen["chosen"]["wire_bits"] == 8
-    assert "wire 8 bits" in alpha.fleetctl("trace").stdout
+    assert "wire 8 bits" in alpha.fleetctl("trace", seen["id"]).stdout
     # The first tokens are those of this machine alone.
     assert alpha.control("POST", "/fleet/v1/cache/clear", {})
     alone, plain = ask(alpha, text, local_only=True)
