@@ -44,7 +44,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.arithmetic", description=__doc__)
     parser.add_argument("--tasks", type=int, default=30, help="of each kind")
     parser.add_argument("--kv-bits", choices=("8", "4"), help="quantised keys and values, and not int8")
-    parser.add_argument("--wire-bits", choices=("8",), help="keys and values that helpers sent in so many bits")
+    parser.add_argument(
+        "--wire-bits", choices=("8",), help="keys and values that helpers sent in so many bits"
+    )
     parser.add_argument("--perplexity", choices=WAYS, help="print one way's, as JSON")
     args = parser.parse_args()
     fetch_model()
@@ -151,7 +153,9 @@ def _behind(model: Any, tokens: list[int], bits: int, found: SentRows) -> None:
         if rounds:
             for each in cache:
                 each.keys, each.values = (_sent(rows, bits) for rows in (each.keys, each.values))
-        logits = mx.concatenate([model(prompt[:, -1:], cache=cache), model(rest, cache=cache)], axis=1)[0, :-1]
+        logits = mx.concatenate([model(prompt[:, -1:], cache=cache), model(rest, cache=cache)], axis=1)[
+            0, :-1
+        ]
         mx.eval(logits)
         said.append((logits, float(nn.losses.cross_entropy(logits, rest[0], reduction="sum").item())))
     (plain, before), (narrow, after) = said

@@ -66,7 +66,9 @@ def test_what_home_computed_itself_is_not_rounded() -> None:
     run = SharedRun(model, split, exact=False, wire_bits=8)
     alone = prefilled(model, run.tokens, split.chunk).cache
     cache = run.finish().cache
-    same = [as_bytes(a.keys_and_values()[0]) == as_bytes(b.keys_and_values()[0]) for a, b in zip(cache, alone)]
+    same = [
+        as_bytes(a.keys_and_values()[0]) == as_bytes(b.keys_and_values()[0]) for a, b in zip(cache, alone)
+    ]
     # Hidden states come as they were computed.
     assert same == [False, False, True, True]
 
@@ -120,7 +122,9 @@ def test_a_frame_with_a_wrong_scale_is_an_error_and_writes_nothing(spoil: str) -
 
 def filled(wire: RowWire, head: FrameHeader) -> Frame:
     """The frame as it arrives."""
-    rows = [mx.random.normal((1, 2, 10, width), key=mx.random.key(1)).astype(mx.bfloat16) for width in (64, 32)]
+    rows = [
+        mx.random.normal((1, 2, 10, width), key=mx.random.key(1)).astype(mx.bfloat16) for width in (64, 32)
+    ]
     packing, memory = wire.packing(head), wire.memory(head)
     assert packing is not None
     assert memory is not None

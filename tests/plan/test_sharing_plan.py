@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from bench import pairs
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from nested_fields import changed
 
+from bench import pairs
 from fleetd import limits
 from fleetd.control.model_facts import ModelShape, StateSizes
 from fleetd.limits import GIB
@@ -715,7 +715,7 @@ def test_rows_are_sent_in_fewer_bits_where_a_link_is_what_is_waited_for() -> Non
     assert (best.wire_bits, best.exact, best.kind != "local") == (8, False, True)
     plain = chosen(slow).best
     assert best.predicted_s <= ADVANTAGE * plain.predicted_s
-    assert f"{choice.described(best)}" .endswith("with a, rows in 8 bits")
+    assert f"{choice.described(best)}".endswith("with a, rows in 8 bits")
     # It is priced by the bytes that travel.
     assert best.split is not None
     line = schedule.timeline(replace(NARROW, wire_bits=8), best.split, [slow], HOME.speed)
