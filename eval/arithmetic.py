@@ -54,8 +54,8 @@ def main() -> int:
         print(json.dumps(perplexities(args.perplexity)))
         return 0
     if args.wire_bits:
-        for name, found in sent_in(int(args.wire_bits)).items():
-            print(f"{name}, {args.wire_bits} bits on the wire: {found}")
+        for name, sent in sent_in(int(args.wire_bits)).items():
+            print(f"{name}, {args.wire_bits} bits on the wire: {sent}")
         return 0
     ways = ("float32", f"KV in {args.kv_bits} bits" if args.kv_bits else "int8")
     for name, found in _perplexities(ways).items():
@@ -105,8 +105,8 @@ def _loss(model: Any, tokens: list[int]) -> float:
 class SentRows:
     """What a model says behind a prompt whose keys and values were rounded on the way, and were not.
 
-    ``plain``, ``narrow``: sums of the negative log-likelihoods of ``tokens``, in nats. ``first``: the first token
-    of a greedy answer is the same; ``all``: the likeliest token is, at each place of the text.
+    ``plain``, ``narrow``: sums of the negative log-likelihoods of ``tokens``, in nats. ``first``: the first
+    token of a greedy answer is the same; ``all``: the likeliest token is, at each place of the text.
     """
 
     tokens: int = 0
@@ -159,7 +159,7 @@ def _behind(model: Any, tokens: list[int], bits: int, found: SentRows) -> None:
         mx.eval(logits)
         said.append((logits, float(nn.losses.cross_entropy(logits, rest[0], reduction="sum").item())))
     (plain, before), (narrow, after) = said
-    same = (mx.argmax(plain, -1) == mx.argmax(narrow, -1)).tolist()
+    same: Any = (mx.argmax(plain, -1) == mx.argmax(narrow, -1)).tolist()
     found.tokens, found.plain, found.narrow = found.tokens + half, found.plain + before, found.narrow + after
     found.first += Share(int(same[0]), 1)
     found.all += Share(sum(same), len(same))

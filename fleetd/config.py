@@ -250,7 +250,7 @@ class FleetSettings(msgspec.Struct, frozen=True):
         Literal[8, 16],
         Meta(
             description="8: helpers send this machine keys and values in 8 bits, about half of the bytes, if "
-            "an answer then begins clearly sooner, as over slow links. Such answers are `equivalent` and have "
+            "an answer then begins clearly sooner, as over slow links. Such answers are `equivalent`, with "
             "`X-Fleet-Wire-Bits`. 16: as they are computed."
         ),
     ] = 16

@@ -375,11 +375,12 @@ def test_the_last_line_has_every_kind_of_label(headers: dict[str, str], said: st
 
 
 def test_bits_that_were_late_are_in_the_last_line(run: Run, daemon: FakeDaemon) -> None:
-    late = ": plan tokens; nodes=studio,this\n\n: exactness equivalent\n\n: wire bits 8\n\n: kv bits 4\n\n: kv bits 0\n\n"
+    told = ("plan tokens; nodes=studio,this", "exactness equivalent", "wire bits 8", "kv bits 4", "kv bits 0")
+    late = "".join(f": {each}\n\n" for each in told)
     daemon.chat(Reply(stream=[late, delta(content="ok"), *final()]))
     assert run("chat", "x", home=daemon.home).stderr.endswith(" · equivalent · wire 8 bits\n")
-    told = json.loads(run("chat", "x", "--json", home=daemon.home).stdout)
-    assert (told["wire_bits"], told["kv_bits"]) == (8, None)
+    found = json.loads(run("chat", "x", "--json", home=daemon.home).stdout)
+    assert (found["wire_bits"], found["kv_bits"]) == (8, None)
 
 
 def test_a_change_of_plan_is_told_with_its_reason(run: Run, daemon: FakeDaemon) -> None:

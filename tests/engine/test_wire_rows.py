@@ -66,9 +66,8 @@ def test_what_home_computed_itself_is_not_rounded() -> None:
     run = SharedRun(model, split, exact=False, wire_bits=8)
     alone = prefilled(model, run.tokens, split.chunk).cache
     cache = run.finish().cache
-    same = [
-        as_bytes(a.keys_and_values()[0]) == as_bytes(b.keys_and_values()[0]) for a, b in zip(cache, alone)
-    ]
+    keys = [[as_bytes(layer.keys_and_values()[0]) for layer in each] for each in (cache, alone)]
+    same = [mine == theirs for mine, theirs in zip(*keys, strict=True)]
     # Hidden states come as they were computed.
     assert same == [False, False, True, True]
 

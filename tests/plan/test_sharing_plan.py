@@ -718,7 +718,7 @@ def test_rows_are_sent_in_fewer_bits_where_a_link_is_what_is_waited_for() -> Non
     assert f"{choice.described(best)}".endswith("with a, rows in 8 bits")
     # It is priced by the bytes that travel.
     assert best.split is not None
-    line = schedule.timeline(replace(NARROW, wire_bits=8), best.split, [slow], HOME.speed)
+    line = schedule.timeline(replace(NARROW, sent_bits=8), best.split, [slow], HOME.speed)
     assert line.total_s == best.predicted_s
 
 

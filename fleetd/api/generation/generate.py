@@ -131,12 +131,15 @@ class _Plans:
 
     @property
     def bits(self) -> Mapping[str, int]:
-        """In how many bits keys and values are held ("kv") and were sent ("wire"); none that are as computed.
+        """Bits of keys and values as they are held ("kv") and were sent ("wire"); none where as computed.
 
         Choices on several machines may differ; the fewest bits say the most.
         """
         found = list(self._latest.values())
-        told = {"kv": [one.kv_bits for one in found], "wire": [one.wire_bits for one in found]}
+        told: dict[str, list[int]] = {
+            "kv": [one.kv_bits for one in found],
+            "wire": [one.wire_bits for one in found],
+        }
         return {name: min(filter(None, each)) for name, each in told.items() if any(each)}
 
     @property

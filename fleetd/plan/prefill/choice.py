@@ -146,7 +146,7 @@ def _ways(prompt: PrefillSize, home: HelperSpec, machines: Sequence[HelperSpec])
     """The best split of each kind that these machines have room for; and the same with rows in fewer bits."""
     found = _same_ways(prompt, home, machines)
     if prompt.shape.narrows and all(machine.narrows for machine in machines):
-        found += _same_ways(replace(prompt, wire_bits=prompt.shape.wire_bits), home, machines)
+        found += _same_ways(replace(prompt, sent_bits=prompt.shape.wire_bits), home, machines)
     return found
 
 
@@ -214,8 +214,8 @@ def _option(
         steps=(*(((step_names.LOADED, load_s),) if cold else ()), *_steps(line)),
         code=code,
         reason=reason,
-        exact=not prompt.wire_bits and all(machine.exact for machine in chain),
-        wire_bits=prompt.wire_bits,
+        exact=not prompt.sent_bits and all(machine.exact for machine in chain),
+        wire_bits=prompt.sent_bits,
         modelled=home.modelled or any(machine.modelled for machine in chain),
         doubtful=home.doubtful or any(machine.doubtful for machine in chain),
         cold=tuple(cold.values()),

@@ -65,12 +65,12 @@ class PrefillSize(msgspec.Struct, frozen=True):
     # By node id, rows of the cached tokens that helpers still have.
     warm: tuple[tuple[str, WarmRows], ...] = ()
     # In how many bits helpers send keys and values; 0 is as they are held.
-    wire_bits: WireBits = 0
+    sent_bits: WireBits = 0
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of a token's keys and values from a helper to another machine, over all layers."""
-        return self.shape.wire_token_bytes if self.wire_bits else self.shape.sizes.token_bytes
+        return self.shape.wire_token_bytes if self.sent_bits else self.shape.sizes.token_bytes
 
     @property
     def whole_bytes(self) -> int:

@@ -410,7 +410,7 @@ class SharingRun:
 
     @property
     def _wire_bits(self) -> WireBits:
-        """In how many bits helpers sent what this machine goes on from alone."""
+        """Bits of the keys and values from helpers that this machine goes on from alone; 0 is as computed."""
         report, accepted, agreed = self._outcome.report, self._attempt.accepted, self._agreement
         if report is None or accepted is None or agreed is None or report.verified <= accepted.cached:
             return 0
