@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from fleetd import limits
-from fleetd.control.model_facts import ModelShape, StateSizes
+from fleetd.control.model_facts import ModelShape, StateSizes, WireBits
 from fleetd.limits import KIB
 from fleetd.models import catalog
 from fleetd.models.memory_need import WORKING_BYTES
@@ -50,6 +52,8 @@ def _shape(weights_gb: float, layers: int, width: int, kv_kib: int) -> ModelShap
         sizes=StateSizes(kv_kib * KIB),
         hidden_bytes=2 * width,
         hidden_width=width,
+        # Of 64 numbers of 16 bits: as many bytes, a scale and a bias.
+        wire_token_bytes=kv_kib * KIB * 68 // 128,
     )
 
 
@@ -82,14 +86,19 @@ def alone_s(machine: Machine, model: str, tokens: int) -> float:
     return modelled(machine.hardware, shape).total(1.0, range(tokens), CHUNK)
 
 
-def together(home: Machine, helper: Machine, link: str, model: str, tokens: int) -> PrefillOption:
-    """The plan that ``home`` would take for a prompt, with ``helper`` at the other end of the link."""
-    shape = MODELS[model]
+def together(
+    home: Machine, helper: Machine, link: str, model: str, tokens: int, wire_bits: WireBits = 0
+) -> PrefillOption:
+    """The plan that ``home`` would take for a prompt, with ``helper`` at the other end of the link.
+
+    ``wire_bits``: in how many bits that may send keys and values; 0 is as they are computed.
+    """
+    shape = replace(MODELS[model], wire_bits=wire_bits)
     here, there = (modelled(machine.hardware, shape) for machine in (home, helper))
     prompt = PrefillSize(shape, tokens, 0, CHUNK)
     # Not loaded, at no cost: so that the weights count among what it has room for.
     room = int(helper.memory_gb * 1e9 * GPU_SHARE)
-    spec = HelperSpec("helper", helper.name, there, LINKS[link], loaded=False, room_bytes=room)
+    spec = HelperSpec("helper", helper.name, there, LINKS[link], loaded=False, narrows=True, room_bytes=room)
     return choose(options(prompt, HelperSpec("", home.name, here), [spec])).best
 
 
@@ -117,7 +126,13 @@ def macs() -> str:
 
 
 def links() -> str:
-    """The table of docs/links.md: the gain of one prompt by the link that two machines have."""
+    """The tables of docs/links.md: the gain of one prompt by the link that two machines have, and with keys
+    and values that are sent in 8 bits."""
+    said = "The same with `fleet.wire_bits = 8`. A star: keys and values are sent in 8 bits."
+    return f"{_links(0)}\n\n{said}\n\n{_links(8)}"
+
+
+def _links(wire_bits: WireBits) -> str:
     rows = [
         "| link | carries | a Spark helps, 4,000 tokens | 16,000 tokens | second Studio helps, 4,000 tokens "
         "| 16,000 tokens |",
@@ -131,7 +146,8 @@ def links() -> str:
                     cells.append("has no such port")
                     continue
                 local_s = alone_s(STUDIO, "qwen3-8b", tokens)
-                cells.append(_gain(together(STUDIO, helper, name, "qwen3-8b", tokens), local_s))
+                plan = together(STUDIO, helper, name, "qwen3-8b", tokens, wire_bits)
+                cells.append(_gain(plan, local_s) + (" *" if plan.wire_bits else ""))
         rows.append(f"| {name} | {link.bytes_per_s / 1e6:,.0f} MB/s | {' | '.join(cells)} |")
     return "\n".join(rows)
 

@@ -1,8 +1,8 @@
-"""``python -m eval.arithmetic [--tasks N] [--kv-bits 8|4]``: what int8 changes in what a CPU says, against
-float32; or what quantised keys and values change.
+"""``python -m eval.arithmetic [--tasks N] [--kv-bits 8|4 | --wire-bits 8]``: what int8 changes in what a CPU
+says, against float32; or what quantised keys and values change, or such as were sent in 8 bits.
 
 Perplexity on texts that stay as they are, and the share of answers that the model finds in a whole prompt.
-Each way has a process of its own. Decisions 60 and 71 quote what it prints.
+Each way has a process of its own. Decisions 60, 71 and 77 quote what it prints.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 from bench.harness.child import ROOT
@@ -43,11 +44,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.arithmetic", description=__doc__)
     parser.add_argument("--tasks", type=int, default=30, help="of each kind")
     parser.add_argument("--kv-bits", choices=("8", "4"), help="quantised keys and values, and not int8")
+    parser.add_argument(
+        "--wire-bits", choices=("8",), help="keys and values that helpers sent in so many bits"
+    )
     parser.add_argument("--perplexity", choices=WAYS, help="print one way's, as JSON")
     args = parser.parse_args()
     fetch_model()
     if args.perplexity:
         print(json.dumps(perplexities(args.perplexity)))
+        return 0
+    if args.wire_bits:
+        for name, sent in sent_in(int(args.wire_bits)).items():
+            print(f"{name}, {args.wire_bits} bits on the wire: {sent}")
         return 0
     ways = ("float32", f"KV in {args.kv_bits} bits" if args.kv_bits else "int8")
     for name, found in perplexities_of(ways).items():
@@ -91,6 +99,79 @@ def _loss(model: Any, tokens: list[int]) -> float:
         lost = nn.losses.cross_entropy(logits[0, :-1], window[0, 1:], reduction="sum")
         total, count = total + float(lost.item()), count + window.shape[1] - 1
     return total / count
+
+
+@dataclass
+class SentRows:
+    """What a model says behind a prompt whose keys and values were rounded on the way, and were not.
+
+    ``plain``, ``narrow``: sums of the negative log-likelihoods of ``tokens``, in nats. ``first``: the first
+    token of a greedy answer is the same; ``all``: the likeliest token is, at each place of the text.
+    """
+
+    tokens: int = 0
+    plain: float = 0.0
+    narrow: float = 0.0
+    first: Share = field(default_factory=lambda: Share(0, 0))
+    all: Share = field(default_factory=lambda: Share(0, 0))
+
+    def __str__(self) -> str:
+        before, after = (math.exp(each / self.tokens) for each in (self.plain, self.narrow))
+        change = f"{before:.3f} -> {after:.3f} ({100 * (after / before - 1):+.2f} %)"
+        return f"perplexity {change}; the same first token {self.first}; the same likeliest tokens {self.all}"
+
+
+def sent_in(bits: int) -> dict[str, SentRows]:
+    """Of each text, in windows: the first half is the prompt, whose rows are rounded as on a link."""
+    from fleetd.engine.settings import WorkerSettings
+    from fleetd.proof.local_worker import LocalWorker
+
+    settings = WAYS["float32"] | {"device": "cpu", "speculation": "off"}
+    worker = LocalWorker(WorkerSettings(name=MODEL.name, path=str(MODEL), **settings))
+    model, tokenizer = worker.loaded.model, worker.loaded.tokenizer
+    found = {}
+    for name, text in texts().items():
+        found[name] = SentRows()
+        tokens = tokenizer.encode(text)
+        for at in range(0, len(tokens) - WINDOW, WINDOW // 2):
+            _behind(model, tokens[at : at + WINDOW], bits, found[name])
+    return found
+
+
+def _behind(model: Any, tokens: list[int], bits: int, found: SentRows) -> None:
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx_lm.models.cache import make_prompt_cache
+
+    half = len(tokens) // 2
+    prompt, rest = mx.array([tokens[:half]]), mx.array([tokens[half:]])
+    said = []
+    for rounds in (False, True):
+        cache = make_prompt_cache(model)
+        # All but the last token, as helpers compute them.
+        model(prompt[:, :-1], cache=cache)
+        if rounds:
+            for each in cache:
+                each.keys, each.values = (_sent(rows, bits) for rows in (each.keys, each.values))
+        logits = mx.concatenate([model(prompt[:, -1:], cache=cache), model(rest, cache=cache)], axis=1)[
+            0, :-1
+        ]
+        mx.eval(logits)
+        said.append((logits, float(nn.losses.cross_entropy(logits, rest[0], reduction="sum").item())))
+    (plain, before), (narrow, after) = said
+    same: Any = (mx.argmax(plain, -1) == mx.argmax(narrow, -1)).tolist()
+    found.tokens, found.plain, found.narrow = found.tokens + half, found.plain + before, found.narrow + after
+    found.first += Share(int(same[0]), 1)
+    found.all += Share(sum(same), len(same))
+
+
+def _sent(rows: Any, bits: int) -> Any:
+    """Rows as they come out of a link that carries them in ``bits`` bits."""
+    from fleetd.engine.sequence_state.row_packing import RowPacking
+
+    width = rows.shape[-1]
+    packing = RowPacking.of(bits, width, width, rows.dtype)
+    return rows if packing is None else packing.unpack(packing.pack(rows), width)
 
 
 def perplexities_of(ways: Sequence[str]) -> dict[str, dict[str, float]]:

@@ -36,6 +36,7 @@ _LOADING = re.compile(r"loading (.+?)(?: (\d+)/(\d+)((?:; .+?: .*? \d+/\d+)*))?"
 _MEMBER = re.compile(r"; (.+?): (.*?) (\d+)/(\d+)")
 # The machine that a request moved to, and the reason.
 _EXACTNESS = re.compile(r"exactness (\w+)")
+_BITS = re.compile(r"(kv|wire) bits (\d+)")
 _PLAN = re.compile(r"plan (\w+; nodes=.*?)(?:: (.*))?")
 # Stages of loading count bytes, layers or files; no count of the latter kinds comes near this.
 _LOOKS_LIKE_BYTES = 1_000_000
@@ -113,6 +114,7 @@ class Answer:
             "plan": self.headers.get("x-fleet-plan"),
             "exactness": self.headers.get("x-fleet-exactness"),
             "kv_bits": _whole_number(self.headers.get("x-fleet-kv-bits", "")),
+            "wire_bits": _whole_number(self.headers.get("x-fleet-wire-bits", "")),
             **({"smart_prefill": self.smart} if self.smart else {}),
         }
 
@@ -148,6 +150,8 @@ class Answer:
             parts.append(exactness)
         if kv_bits := self.headers.get("x-fleet-kv-bits", ""):
             parts.append(f"KV {one_line(kv_bits)} bits")
+        if wire_bits := self.headers.get("x-fleet-wire-bits", ""):
+            parts.append(f"wire {one_line(wire_bits)} bits")
         return parts
 
 
@@ -320,6 +324,8 @@ def _comment(answer: Answer, text: str, printer: Printer, progress: Progress) ->
         printer.remark(plan[2])
     elif exactness := _EXACTNESS.fullmatch(text):
         answer.headers["x-fleet-exactness"] = exactness[1]
+    elif bits := _BITS.fullmatch(text):
+        answer.headers[f"x-fleet-{bits[1]}-bits"] = "" if bits[2] == "0" else bits[2]
     elif reason := smart_prefill.told_by_comment(text):
         _not_shortened(answer, reason, printer, progress)
     else:

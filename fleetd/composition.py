@@ -317,6 +317,7 @@ class DaemonParts:
             budget=machine.memory_budget,
             weight_rules=machine.weight_rules,
             kv_bits=machine.pool.kv_bits,
+            wire_bits=self._config.fleet.narrow_bits,
             engines=machine.pool.status,
             counts=lambda: self.runner.counts,
             unread_tokens=lambda: self.runner.unread_tokens,

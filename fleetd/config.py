@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd.compression.policy import MIN_PROMPT_TOKENS, SmartPrefillPolicy
-from fleetd.control.model_facts import KvBits
+from fleetd.control.model_facts import KvBits, WireBits
 from fleetd.control.setting_view import SettingView
 from fleetd.errors import ConfigError
 from fleetd.limits import ANSWER_TOKENS, GIB, KIB, MEMBERS_CONFIGURED, MIB
@@ -246,6 +246,14 @@ class FleetSettings(msgspec.Struct, frozen=True):
             "`equivalent`), as a Mac and a Spark do. Requests may say otherwise."
         ),
     ] = "equivalent"
+    wire_bits: Annotated[
+        Literal[8, 16],
+        Meta(
+            description="8: helpers send this machine keys and values in 8 bits, about half of the bytes, if "
+            "an answer then begins clearly sooner, as over slow links. Such answers are `equivalent`, with "
+            "`X-Fleet-Wire-Bits`. 16: as they are computed."
+        ),
+    ] = 16
     plain_links: Annotated[
         list[str],
         Meta(
@@ -269,6 +277,11 @@ class FleetSettings(msgspec.Struct, frozen=True):
     @property
     def port(self) -> int:
         return _split_address(self.listen)[1]
+
+    @property
+    def narrow_bits(self) -> WireBits:
+        """``wire_bits`` as planners have it: 0 is as computed."""
+        return 8 if self.wire_bits == 8 else 0
 
     @property
     def static_peers(self) -> list[tuple[str, int]]:
@@ -435,7 +448,7 @@ class SettingKey(msgspec.Struct, frozen=True):
         """The type in a word or two, for people."""
         bare = get_args(self.type)[0]
         if choices := (get_args(bare) if getattr(bare, "__origin__", None) is Literal else ()):
-            return "|".join(choices)
+            return "|".join(map(str, choices))
         if bare == list[str]:
             return "list of strings"
         return "bytes" if self.name.endswith("_bytes") else str(bare.__name__)
@@ -815,6 +828,16 @@ def _check_kv_bits(config: Config) -> None:
             ) from None
 
 
+def _check_wire_bits(config: Config) -> None:
+    if config.fleet.narrow_bits and config.fleet.exactness == "exact":
+        raise ConfigError(
+            f"`fleet.wire_bits` from {config.origin('fleet.wire_bits')} is 8, which rounds what helpers "
+            f"send, and `fleet.exactness` from {config.origin('fleet.exactness')} is exact.",
+            hint="Leave one of them out. A request may still ask for `exactness: exact`.",
+            param="fleet.wire_bits",
+        )
+
+
 def _check(config: Config) -> None:
     """What concerns more than one value, and the one promise that no setting may break by accident."""
     _check_fleet(config)
@@ -822,6 +845,7 @@ def _check(config: Config) -> None:
     _check_ollama(config)
     _check_origins(config)
     _check_kv_bits(config)
+    _check_wire_bits(config)
     where = config.origin("http.listen")
     try:
         loopback = _is_loopback(config.http.listen)

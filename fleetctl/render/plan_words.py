@@ -27,7 +27,9 @@ def way(option: OptionView) -> str:
     kind, then = one_line(option.kind), one_line(option.prefill)
     if kind in ("", "any"):
         return "-"  # a machine that cannot help at all
-    return f"{kind} + {then}" if kind in ("smart", "remote") and then not in ("", "local") else kind
+    bits = f" ({option.wire_bits} bits)" if option.wire_bits else ""
+    several = kind in ("smart", "remote") and then not in ("", "local")
+    return (f"{kind} + {then}" if several else kind) + bits
 
 
 def division(option: OptionView) -> str:
@@ -49,7 +51,9 @@ def division(option: OptionView) -> str:
         who = ", ".join(parts)
     else:
         return way(option)
-    return f"{kind}: {who}" + (f", in chunks of {count(option.chunk)} tokens" if option.chunk else "")
+    chunks = f", in chunks of {count(option.chunk)} tokens" if option.chunk else ""
+    wire = f", rows sent in {option.wire_bits} bits" if option.wire_bits else ""
+    return f"{kind}: {who}{chunks}{wire}"
 
 
 def drafts_line(drafts: DraftsView) -> str:
@@ -61,6 +65,8 @@ def drafts_line(drafts: DraftsView) -> str:
     missing = ""
     if drafts.draft_model and not drafts.drafters:
         missing = f" No machine can draft with {one_line(drafts.draft_model)} now."
+    if drafts.no_room:
+        missing += f" {one_line(drafts.no_room)}"
     same = ", same text" if drafts.verdict.startswith("exact") else ""
     return f"Drafting: on, up to {drafts.width} tokens at a time{same}. Sources: {named}.{missing}"
 

@@ -262,6 +262,8 @@ def _outcome(trace: Trace) -> str:
         said += f" · {one_line(trace.exactness)}"
     if trace.kv_bits:
         said += f" · KV {trace.kv_bits} bits"
+    if trace.wire_bits:
+        said += f" · wire {trace.wire_bits} bits"
     return f"{said} · {_why(trace)}" if trace.reason or trace.code else said
 
 

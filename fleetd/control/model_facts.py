@@ -7,7 +7,7 @@ A worker tells both of the model that it has loaded (``engine.protocol.Ready``).
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +23,9 @@ Layers = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
 ModelPurpose = Literal["chat", "embedding", "rerank"]
 # Bits of a number of keys and values that are held quantised; 0 if they are held as they are computed.
 KvBits = Literal[0, 4, 8]
+# Bits of a number of the keys and values that helpers send, where they send fewer than they hold; 0: as held.
+WireBits = Literal[0, 8]
+WIRE_BITS: Final = 8
 
 
 class StateSizes(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -112,6 +115,15 @@ class ModelShape(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_bits: KvBits = 0
     # The same for people, with what is left out; "" if nothing else was asked for.
     kv_held: Text = ""
+    # Bytes of a token's keys and values if helpers send them in ``WIRE_BITS``; 0 from a machine that cannot.
+    wire_token_bytes: Count = 0
+    # In how many bits its helpers may send them, by the settings of the machine that answers.
+    wire_bits: WireBits = 0
+
+    @property
+    def narrows(self) -> bool:
+        """True if helpers may send fewer bytes than this machine holds, and if they are fewer."""
+        return bool(self.wire_bits) and 0 < self.wire_token_bytes < self.sizes.token_bytes
 
     @property
     def most_weights_bytes(self) -> int:

@@ -116,6 +116,8 @@ class OptionView(msgspec.Struct, frozen=True):
     # … and tokens that the machine ``fetched_from`` sends.
     fetched_tokens: int = 0
     fetched_from: str = ""
+    # In how many bits helpers send keys and values; 0 is as they are held.
+    wire_bits: int = 0
 
 
 class DraftsView(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -123,7 +125,8 @@ class DraftsView(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``sources``: of drafts, preferred ones first; if there are none, ``reason`` says why. ``width``: most
     tokens of one pass; an answer's acceptance and the cost of passes may leave fewer. ``verdict``: of the
-    probe. ``draft_model`` drafts on the first of the machines ``drafters`` that can.
+    probe. ``draft_model`` drafts on the first of the machines ``drafters`` that can; ``no_room`` says why not
+    on this one, if it does not fit beside what is loaded.
     """
 
     verdict: str
@@ -132,6 +135,7 @@ class DraftsView(msgspec.Struct, frozen=True, omit_defaults=True):
     draft_model: str = ""
     drafters: list[str] = []
     reason: str = ""
+    no_room: str = ""
 
 
 class PlanView(msgspec.Struct, frozen=True):

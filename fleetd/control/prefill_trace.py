@@ -149,6 +149,8 @@ class Trace(msgspec.Struct, frozen=True):
     exactness: str = ""
     # In how many bits the machine that answered held keys and values; 0 is as they are computed.
     kv_bits: int = 0
+    # In how many bits helpers sent keys and values that were used; 0 is as they are held.
+    wire_bits: int = 0
     # From the decision to the first token, to be compared with ``chosen.predicted_s``; None if none came.
     prefill_s: float | None = None
     # From the arrival to the first token, so with queueing and tokenizing; None if none came.

@@ -35,7 +35,7 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.compression.packed import PackedScores
 from fleetd.control.model_change import MemberProgress
-from fleetd.control.model_facts import KvBits, MeasuredSpeed, ModelShape
+from fleetd.control.model_facts import KvBits, MeasuredSpeed, ModelShape, WireBits
 from fleetd.control.prefill_trace import GroupStage, Speculated
 from fleetd.engine.sampling.constraint import Constraint, ConstraintText
 from fleetd.engine.sampling.parameters import Sampling as Sampling
@@ -191,6 +191,7 @@ class PrefillWithHelpers(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tr
     ``predicted_s``: what the plan expects from here to the end of the prefill; helpers that are much later
     are given up. ``exact``: helpers' bytes must be this machine's own. ``origins``: the helpers' labels.
     ``warm``: by helper, the rows of the cached prefix that it still has; none of them if it is empty.
+    ``wire_bits``: in how many bits helpers send rows; 0 is as they are held.
     """
 
     id: str
@@ -199,6 +200,7 @@ class PrefillWithHelpers(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tr
     exact: bool = False
     origins: list[str] = []
     warm: list[WarmRows | None] = []
+    wire_bits: WireBits = 0
 
 
 class PrefillAlone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -218,6 +220,8 @@ class AssistPrefill(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     ``home``: the label of the machine that answers, for which rows may be kept; none are if it is "".
     ``warm``: rows that it has kept for that one, by what that one knows.
     ``kv_bits``: in how many bits the machine that answers holds keys and values; 0 is as computed.
+    ``wire_bits``: in how many its helpers send them; 0 is as they are held. ``exact``: what is kept may serve
+    an answer that has to be exact.
     """
 
     id: str
@@ -226,6 +230,8 @@ class AssistPrefill(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     kv_bits: KvBits = 0
     home: str = ""
     warm: WarmRows | None = None
+    wire_bits: WireBits = 0
+    exact: bool = True
 
 
 class ServeStage(msgspec.Struct, frozen=True, tag=True):

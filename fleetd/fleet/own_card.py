@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, HardwareReading, MemoryBudget, RequestCounts
-from fleetd.control.model_facts import KvBits, MeasuredSpeed, ModelShape, two_digits
+from fleetd.control.model_facts import KvBits, MeasuredSpeed, ModelShape, WireBits, two_digits
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import FleetError
 from fleetd.limits import MIB
@@ -66,6 +66,8 @@ class Readings(msgspec.Struct, frozen=True):
     weight_rules: Callable[[HardwareReading], WeightRules] = lambda machine: WeightRules(machine.accelerator)
     # In how many bits a load would hold a model's keys and values, by its name.
     kv_bits: Callable[[str], KvBits] = lambda name: 0
+    # In how many bits helpers may send this machine keys and values.
+    wire_bits: WireBits = 0
 
 
 class CardMaker:
@@ -263,7 +265,10 @@ class CardMaker:
             speed = replace(speed, decode_tok_s=self._speeds.of(name).decode_tok_s)
             known = self._shapes.get(name, ModelShape())
             self._shapes[name] = replace(
-                known, dtype=engine.shape.dtype, cpu_arithmetic=engine.shape.cpu_arithmetic
+                known,
+                dtype=engine.shape.dtype,
+                cpu_arithmetic=engine.shape.cpu_arithmetic,
+                wire_token_bytes=known.wire_token_bytes or engine.shape.wire_token_bytes,
             )
         else:
             if new_load:
@@ -298,6 +303,7 @@ class CardMaker:
                 context_tokens=files.context_tokens,
                 # A load that is still to come will choose it.
                 cpu_arithmetic=known.cpu_arithmetic or need.arithmetic,
+                wire_bits=self._now.wire_bits,
             ),
             speed=self._speeds.of(folder.name).rounded(),
             kv_budget_bytes=holder.kv_budget_bytes if holder is not None else 0,

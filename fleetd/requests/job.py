@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.control.model_facts import KvBits
+from fleetd.control.model_facts import KvBits, WireBits
 from fleetd.control.prefill_trace import Trace
 from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
@@ -90,6 +90,8 @@ class Planned(msgspec.Struct, frozen=True):
     cuts: tuple[int, ...] = ()
     # In how many bits the machine that answers holds keys and values; 0 is as they are computed.
     kv_bits: KvBits = 0
+    # In how many bits helpers sent that machine keys and values; 0 is as they are held.
+    wire_bits: WireBits = 0
 
     def __str__(self) -> str:
         return f"{self.kind}; nodes={','.join(self.nodes)}"

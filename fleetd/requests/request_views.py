@@ -95,6 +95,7 @@ def trace_of(request: Request) -> Trace:
         outcome=request.outcome,
         exactness=request.exactness,
         kv_bits=request.planned.kv_bits if request.planned is not None else 0,
+        wire_bits=request.planned.wire_bits if request.planned is not None else 0,
         prefill_s=prefill_s,
         ttft_s=ttft_s,
         code=code,

@@ -258,6 +258,22 @@ def test_the_keyboard_map_opens_and_single_letters_can_be_turned_off(world: Page
     page.wait_for_selector("main.view-fleet")
 
 
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ({"exactness": "exact", "kv_bits": 8}, " · exact · KV 8 bits"),
+        ({"exactness": "equivalent", "wire_bits": 8}, " · equivalent · wire 8 bits"),
+        ({"exactness": "equivalent", "answered_by": "studio", "kv_bits": 4}, " · equivalent · KV 4 bits"),
+        ({"exactness": "lossy"}, " · lossy"),
+    ],
+)
+def test_a_request_shows_every_label_of_its_answer(world: PageWorld, labels: Any, said: str) -> None:
+    world.traces = [trace(1, **labels)]
+    page = world.opened(f"requests/{world.traces[0].id}")
+    page.wait_for_selector(".detail .waterfall")
+    assert page.inner_text(".detail .id").endswith(said)
+
+
 # ---- History ---------------------------------------------------------------------------------------------
 
 
@@ -355,7 +371,7 @@ def test_where_an_answer_comes_from_is_right_if_the_headers_could_not_tell(
     def script(job: Job) -> Iterable[Step]:
         shown.append(asyncio.Event())
         yield shown[0]
-        yield Planned("remote", ("studio",), "equivalent")
+        yield Planned("remote", ("studio",), "equivalent", kv_bits=4, wire_bits=8)
         yield from speak(job)
 
     world.runner.script = script
@@ -365,7 +381,19 @@ def test_where_an_answer_comes_from_is_right_if_the_headers_could_not_tell(
         page.click("text=Send")
     assert response.value.headers["x-fleet-plan"] == "undecided; nodes="
     shown[0]._loop.call_soon_threadsafe(shown[0].set)  # type: ignore[attr-defined]
-    page.wait_for_selector(".assistant .told:has-text('on studio · equivalent')")
+    page.wait_for_selector(".assistant .told:has-text('on studio · equivalent · KV 4 bits · wire 8 bits')")
+
+
+def test_an_answer_shows_the_labels_of_its_headers(world: PageWorld) -> None:
+    def script(job: Job) -> Iterable[Step]:
+        yield Planned("tokens", ("studio", "this"), "equivalent", wire_bits=8)
+        yield from speak(job)
+
+    world.runner.script = script
+    page = world.opened("chat")
+    page.fill("#prompt", "Hello.")
+    page.click("text=Send")
+    page.wait_for_selector(".assistant .told:has-text('read with studio · equivalent · wire 8 bits')")
 
 
 def test_smart_prefill_that_was_declined_says_so_and_why(world: PageWorld) -> None:

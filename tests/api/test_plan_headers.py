@@ -103,6 +103,18 @@ async def test_exactness_is_said_in_the_stream_if_it_changes() -> None:
     assert text.count(": exactness equivalent\n") == 1
 
 
+async def test_bits_are_said_in_headers_or_in_the_stream_if_they_change() -> None:
+    narrow = Planned("tokens", ("studio", "this"), "equivalent", kv_bits=4, wire_bits=8)
+    for stream in (True, False):
+        headers, text = await answer(Planner(narrow), stream=stream)
+        assert (headers["X-Fleet-KV-Bits"], headers["X-Fleet-Wire-Bits"]) == ("4", "8")
+        assert " bits " not in text
+    headers, text = await answer(Planner(LOCAL, Wait.HEADERS, narrow, narrow, LOCAL), stream=True)
+    assert "X-Fleet-Wire-Bits" not in headers
+    said = [line for line in text.splitlines() if " bits " in line]
+    assert said == [": kv bits 4", ": wire bits 8", ": kv bits 0", ": wire bits 0"]
+
+
 async def test_helpers_that_join_later_are_said_in_the_stream() -> None:
     """The machine that answers plans its help when it has the prompt, which may be after the headers."""
     helped = Planned("remote", ("studio", "mini"), "equivalent")

@@ -349,6 +349,40 @@ def test_the_last_line_has_the_label_of_an_answer_that_is_not_exact(exactness: s
     assert " · ".join(facts) == f"m{said}"
 
 
+@pytest.mark.parametrize(
+    ("headers", "said"),
+    [
+        ({"exactness": "exact", "kv-bits": "8", "plan": "local; nodes=this"}, "KV 8 bits"),
+        (
+            {"exactness": "equivalent", "wire-bits": "8", "plan": "tokens; nodes=studio,this"},
+            "prefill shared with studio · equivalent · wire 8 bits",
+        ),
+        (
+            {"exactness": "equivalent", "plan": "group; nodes=this,studio"},
+            "on this, studio · equivalent",
+        ),
+        (
+            {"exactness": "equivalent", "plan": "remote; nodes=studio", "kv-bits": "4", "wire-bits": "8"},
+            "on studio · equivalent · KV 4 bits · wire 8 bits",
+        ),
+        ({"exactness": "lossy", "plan": "local; nodes=this"}, "lossy"),
+    ],
+    ids=["kv bits", "wire bits", "ranks", "routed", "left out"],
+)
+def test_the_last_line_has_every_kind_of_label(headers: dict[str, str], said: str) -> None:
+    facts = Answer(model="m", headers={f"x-fleet-{name}": value for name, value in headers.items()})
+    assert " · ".join(facts.closing_facts()) == f"m · {said}"
+
+
+def test_bits_that_were_late_are_in_the_last_line(run: Run, daemon: FakeDaemon) -> None:
+    told = ("plan tokens; nodes=studio,this", "exactness equivalent", "wire bits 8", "kv bits 4", "kv bits 0")
+    late = "".join(f": {each}\n\n" for each in told)
+    daemon.chat(Reply(stream=[late, delta(content="ok"), *final()]))
+    assert run("chat", "x", home=daemon.home).stderr.endswith(" · equivalent · wire 8 bits\n")
+    found = json.loads(run("chat", "x", "--json", home=daemon.home).stdout)
+    assert (found["wire_bits"], found["kv_bits"]) == (8, None)
+
+
 def test_a_change_of_plan_is_told_with_its_reason(run: Run, daemon: FakeDaemon) -> None:
     moved = ": plan local; nodes=this: studio went away.\n\n"
     daemon.chat(Reply(stream=[": keepalive 0/412\n\n", moved, delta(content="ok"), *final()]))

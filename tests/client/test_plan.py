@@ -109,6 +109,16 @@ def test_another_machine_that_answers_with_helpers_of_its_own_and_what_cannot() 
             "Drafting: on, up to 8 tokens at a time, same text. Sources: suffix, prompt lookup. No "
             "machine can draft with small now.",
         ),
+        (
+            {
+                "sources": ["lookup"],
+                "width": 8,
+                "draft_model": "small",
+                "no_room": "small needs 4.0 GB beside m here; 1.5 GB are free.",
+            },
+            "Drafting: on, up to 8 tokens at a time, same text. Sources: prompt lookup. No machine can draft "
+            "with small now. small needs 4.0 GB beside m here; 1.5 GB are free.",
+        ),
         ({"reason": "declined: its kernels differ"}, "Drafting: off, declined: its kernels differ."),
     ],
 )

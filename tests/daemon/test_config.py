@@ -134,6 +134,16 @@ def test_bits_that_there_are_not_are_refused(tmp_path: Path, entry: str) -> None
         load(tmp_path, models__kv_bits=entry)
 
 
+def test_rows_are_sent_in_8_bits_only_if_nothing_has_to_be_exact(tmp_path: Path) -> None:
+    assert load(tmp_path).fleet.narrow_bits == 0
+    assert load(tmp_path, fleet__wire_bits="8").fleet.narrow_bits == 8
+    assert load(tmp_path, fleet__wire_bits="16", fleet__exactness="exact").fleet.narrow_bits == 0
+    with pytest.raises(ConfigError, match=r"fleet\.wire_bits.*fleet\.exactness"):
+        load(tmp_path, fleet__wire_bits="8", fleet__exactness="exact")
+    with pytest.raises(ConfigError, match=r"fleet\.wire_bits"):
+        load(tmp_path, fleet__wire_bits="4")
+
+
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:8114", "[::1]:8114", "127.8.8.8:1"])
 def test_loopback_addresses_are_accepted(tmp_path: Path, listen: str) -> None:
     assert load(tmp_path, http__listen=listen).http.listen == listen

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from nested_fields import changed
 
+from bench import pairs
 from fleetd import limits
 from fleetd.control.model_facts import ModelShape, StateSizes
 from fleetd.limits import GIB
@@ -699,3 +700,79 @@ def test_what_was_chosen_before_is_left_when_it_is_slower_than_staying() -> None
     assert choose([priced("local", 10.0), priced("tokens", 9.5, "a")], before).best.kind == "tokens"
     assert choose([priced("local", 10.0), priced("tokens", 10.1, "a")], before).best.kind == "local"
     assert HYSTERESIS == ADVANTAGE, "else it could be chosen although it is slower"
+
+
+# ---- Keys and values in 8 bits ---------------------------------------------------------------------------
+
+NARROW = replace(PROMPT, shape=replace(SHAPE, wire_token_bytes=131072 * 68 // 128, wire_bits=8))
+# Bytes per second in which a helper of ``SPEED`` makes rows.
+ROWS = 131072 / SPEED.token_s
+
+
+def test_rows_are_sent_in_fewer_bits_where_a_link_is_what_is_waited_for() -> None:
+    slow = helper(link=LinkSpeed(0.4 * ROWS, 1e-3), narrows=True)
+    best = chosen(slow, prompt=NARROW).best
+    assert (best.wire_bits, best.exact, best.kind != "local") == (8, False, True)
+    plain = chosen(slow).best
+    assert best.predicted_s <= ADVANTAGE * plain.predicted_s
+    assert f"{choice.described(best)}".endswith("with a, rows in 8 bits")
+    # It is priced by the bytes that travel.
+    assert best.split is not None
+    line = schedule.timeline(replace(NARROW, sent_bits=8), best.split, [slow], HOME.speed)
+    assert line.total_s == best.predicted_s
+
+
+@pytest.mark.parametrize("bytes_per_s", [1.1e9, 5e9])
+def test_over_a_fast_link_nothing_is_rounded(bytes_per_s: float) -> None:
+    found = chosen(helper(link=LinkSpeed(bytes_per_s, 3e-4), narrows=True), prompt=NARROW)
+    assert (found.best.wire_bits, found.best.exact, found.best.kind) == (0, True, "tokens")
+    narrow = [option for option in found.rejected if option.wire_bits]
+    assert {option.kind for option in narrow} == {"tokens", "layers", "whole"}
+    assert all(option.code in ("slower", "margin") for option in narrow)
+    told = [option.reason for option in narrow if option.code == "margin"]
+    assert all(reason.endswith("too little to round for: 10 % would do.") for reason in told)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        replace(NARROW, shape=replace(NARROW.shape, wire_bits=0)),
+        # Held in no more bits than they would be sent in.
+        replace(NARROW, shape=replace(NARROW.shape, sizes=StateSizes(NARROW.shape.wire_token_bytes))),
+        replace(NARROW, shape=replace(NARROW.shape, wire_token_bytes=0)),
+    ],
+    ids=["not asked for", "held so", "cannot"],
+)
+def test_rows_are_not_rounded_where_nothing_is_asked_or_gained(prompt: PrefillSize) -> None:
+    found = options(prompt, HOME, [helper(link=LinkSpeed(5e7, 1e-3), narrows=True)])
+    assert {option.wire_bits for option in found} == {0}
+
+
+def test_an_older_helper_sends_rows_as_they_are_and_so_do_those_beside_it() -> None:
+    link = LinkSpeed(0.4 * ROWS, 1e-3)
+    found = options(NARROW, HOME, [helper("older", link=link), helper("newer", link=link, narrows=True)])
+    assert {option.helpers for option in found if option.wire_bits} == {("newer",)}
+
+
+@pytest.mark.parametrize(
+    ("link", "rounds"),
+    [
+        ("Wi-Fi, next room, or a VPN", True),
+        ("Wi-Fi, same room", True),
+        ("1 Gbit/s Ethernet", True),
+        ("10 Gbit/s Ethernet", False),
+    ],
+)
+def test_modelled_a_spark_behind_a_slow_link_sends_a_studio_8_bits(link: str, rounds: bool) -> None:
+    for tokens in (4_000, 16_000):
+        plain, allowed = (
+            pairs.together(pairs.STUDIO, pairs.SPARK, link, "qwen3-8b", tokens, bits) for bits in (0, 8)
+        )
+        assert plain.wire_bits == 0
+        assert bool(allowed.wire_bits) is rounds
+        assert allowed.predicted_s <= (ADVANTAGE if rounds else 1.0) * plain.predicted_s
+
+
+def test_modelled_two_studios_on_thunderbolt_send_rows_as_they_are() -> None:
+    link = "Thunderbolt 4 or 5, bridge"
+    assert pairs.together(pairs.STUDIO, pairs.STUDIO, link, "qwen3-8b", 16_000, 8).wire_bits == 0

@@ -540,6 +540,25 @@ async def test_a_plan_names_who_would_draft() -> None:
     assert home.pool.used == 0
 
 
+@pytest.mark.parametrize("state", ["installed", "loaded"])
+async def test_a_plan_says_that_a_drafter_does_not_fit_beside_its_model(state: str) -> None:
+    """Both decode at the same time: they cannot take turns, as a scorer and its target do."""
+    async with home_of() as home:
+        here = replace(card("this", state=state, memory_bytes=4_000_000_000), usable_bytes=1_500_000_000)
+        home.drafting.members = Members(lambda: [seen("far", rtt_s=0.2)], lambda: here)
+        found = await planned(home)
+        if state == "loaded":
+            assert (found.drafters, found.no_room) == (["this", "far"], "")
+            return
+        assert found.drafters == ["far"]
+        assert found.no_room == (
+            "small needs 4.0 GB beside m on this machine; 1.5 GB are free, and neither gives way."
+        )
+        home.drafting.members = Members(tuple, lambda: here)
+        assert (await planned(home)).sources == ["suffix", "lookup"]
+    assert home.pool.used == 0
+
+
 async def test_a_drafter_for_hidden_states_is_not_asked_as_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker of the model that it is for has it."""
     monkeypatch.setattr(client, "drafter_kind", lambda config: "dflash")

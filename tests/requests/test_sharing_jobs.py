@@ -516,6 +516,93 @@ async def test_helpers_are_asked_for_rows_of_this_machines_bits_and_have_to_say_
         assert not older or "kv_bits is 0 there and 8 here" in planned.reason
 
 
+# Rows of 1024 bytes at 100 tokens per second, over a link that carries less.
+NARROW, SLOW = replace(FACTS.shape, wire_token_bytes=300), 40e3
+
+
+@contextlib.asynccontextmanager
+async def narrow_home(folder: Path, *, older: bool = False, **options: Any) -> AsyncIterator[SharingHome]:
+    card = own_card("home", shape=replace(NARROW, wire_bits=8))
+    async with home_with(folder, card=card, bytes_per_s=SLOW, **options) as home:
+        home.pool.fake.facts = replace(FACTS, shape=NARROW)
+        if not older:
+            for helper in home.helpers:
+                helper.card = own_card(helper.node.name, shape=NARROW)
+        yield home
+
+
+@pytest.mark.parametrize("older", [False, True])
+async def test_helpers_are_asked_for_8_bits_if_their_cards_say_that_they_can(
+    tmp_path: Path, older: bool
+) -> None:
+    async with narrow_home(tmp_path, older=older) as home:
+        planned = (await home.ask())[0]
+        trace = await home.trace()
+        bits = 0 if older else 8
+        assert [part.wire_bits for part in home.helpers[0].engine.assists] == ([] if older else [8])
+        assert [share.wire_bits for share in home.pool.fake.shares] == ([] if older else [8])
+        assert (planned.wire_bits, trace.wire_bits, trace.chosen.wire_bits) == (bits, bits, bits)
+        assert (planned.exactness, planned.shared) == (("exact", False) if older else ("equivalent", True))
+        if not older:
+            assert [share.exact for share in home.pool.fake.shares] == [False]
+            assert [part.exact for part in home.helpers[0].engine.assists] == [False]
+
+
+async def test_a_helper_that_leaves_out_how_it_sends_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = messages.encode
+
+    def as_before(message: Any) -> bytes:
+        return encode(replace(message, wire_bits=0) if isinstance(message, messages.AssistOffer) else message)
+
+    monkeypatch.setattr(messages, "encode", as_before)
+    async with narrow_home(tmp_path) as home:
+        planned = (await home.ask())[0]
+        assert (planned.kind, planned.exactness, planned.wire_bits) == ("local", "exact", 0)
+        assert "wire_bits is 0 there and 8 here" in planned.reason
+
+
+async def test_a_request_that_has_to_be_exact_gets_rows_as_they_are(tmp_path: Path) -> None:
+    async with narrow_home(tmp_path) as home:
+        this = job()
+        exact = msgspec.structs.replace(this, request=replace(this.request, exact=True))
+        planned = (await home.ask(exact))[0]
+        assert (planned.exactness, planned.wire_bits) == ("exact", 0)
+        assert all(share.wire_bits == 0 for share in home.pool.fake.shares)
+
+
+@pytest.mark.parametrize("verified", [0, 2000])
+async def test_what_is_left_of_help_in_8_bits_is_said(tmp_path: Path, verified: int) -> None:
+    ending = PrefillReport("r1", [], "peer_lost", "helper0: gone.", verified)
+    async with narrow_home(tmp_path, ending=ending) as home:
+        plans = [event for event in await home.ask() if isinstance(event, Planned)]
+        assert [plan.wire_bits for plan in plans] == [8, 8 if verified else 0]
+        assert [plan.exactness for plan in plans] == ["equivalent", "equivalent" if verified else "exact"]
+        assert (await home.trace()).wire_bits == plans[-1].wire_bits
+
+
+@pytest.mark.parametrize("exact", [True, False])
+async def test_rows_that_were_rounded_serve_no_turn_that_is_exact_so_far(tmp_path: Path, exact: bool) -> None:
+    prefix = b"8 bytes."
+    async with narrow_home(tmp_path, ending=replace(OK, prefixes=[prefix])) as home:
+        (helper,) = home.helpers
+        helper.engine.keeps, helper.engine.warm, home.pool.warm = True, True, True
+        await home.ask()
+        await home.trace()
+        (rows,) = home.sharing.warm_notes.rows(DIGEST)
+        assert not rows.exact
+        home.pool.exact = exact
+        # From now on they are sent as they are.
+        home.partners.fields["bytes_per_s"] = 1e9
+        home.pool.cached, home.pool.tokens = rows.tokens + 20, rows.tokens + 4000
+        await home.ask()
+        await home.trace(2)
+        assert [part.warm for part in helper.engine.assists[1:]] == [None if exact else rows]
+        # Rows that are here were rounded on the way, and the helper's were not: bytes may differ.
+        assert [share.exact for share in home.pool.fake.shares] == [False, exact]
+
+
 async def test_a_helper_that_refuses_costs_only_its_help(tmp_path: Path) -> None:
     async with home_with(tmp_path) as home:
         home.helpers[0].engine.facts = replace(FACTS, arithmetic=replace(ARITHMETIC, dtype="float16"))

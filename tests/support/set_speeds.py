@@ -22,6 +22,8 @@ PREFILL_BYTES_PER_S, DECODE_BYTES_PER_S = 60e9, 6e9
 MOST_PREFILL_TOK_S, MOST_DECODE_TOK_S = 5_000.0, 100.0
 VECTORS_TOK_S = 2_000.0
 RTT_S, BYTES_PER_S = 0.0005, 200e6
+# A daemon with this variable believes that its links carry so many bytes per second.
+LINKS = "FLEETD_TEST_LINKS"
 # A plain step in one layer of a machine of a group, and on the way there and back. A folder named by STEPS
 # may have a file for each machine with the seconds of one of its layers, "this" for the one that answers.
 LAYER_S, WAY_S = 0.001, 0.0005
@@ -71,7 +73,8 @@ def install() -> None:
     def machines(self: Fleet) -> Iterator[Member]:
         for member in found(self):
             known = member.bytes_per_s > 0
-            yield replace(member, rtt_s=RTT_S, bytes_per_s=BYTES_PER_S) if known else member
+            carries = float(os.environ.get(LINKS, BYTES_PER_S))
+            yield replace(member, rtt_s=RTT_S, bytes_per_s=carries) if known else member
 
     Fleet.machines = machines
     ModelSpeeds.ran = _nothing

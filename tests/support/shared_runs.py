@@ -111,6 +111,9 @@ class SharedRun:
     begins: Sequence[int] | None = None
     # By helper, what it has of an earlier turn.
     warm: Sequence[WarmCaches | None] = ()
+    # In how many bits helpers send rows; None: as ``wire_bits`` says, which home knows.
+    wire_bits: Any = 0
+    helper_wire_bits: Any = None
     # Of the tokens that are checked later; by itself the same ones in every run.
     draw: random.Random = field(default_factory=lambda: random.Random(1))
 
@@ -133,6 +136,7 @@ class SharedRun:
                 self.predicted_s,
                 self.exact,
                 warm=[one.rows if one is not None else None for one in self.warm],
+                wire_bits=self.wire_bits,
             ),
             self.streams.of(-1),
             any_chunks=any_chunks(stage, layout, self.device),
@@ -148,8 +152,15 @@ class SharedRun:
             stage = stage.part(own.start, own.stop)
             layout = KvLayout.of(stage)
         warm = self.warm[rank] if self.warm else None
+        bits = self.wire_bits if self.helper_wire_bits is None else self.helper_wire_bits
         assist = AssistPrefill(
-            "a", self.split, rank, home="home", warm=warm.rows if warm is not None else None
+            "a",
+            self.split,
+            rank,
+            home="home",
+            warm=warm.rows if warm is not None else None,
+            wire_bits=bits,
+            exact=self.exact,
         )
         return HelperPrefill(stage, layout, assist, self.streams.of(rank), warm=warm, clock=self.clock)
 

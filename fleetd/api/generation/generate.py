@@ -95,6 +95,7 @@ def _by_settings(generate: Generate, answer_tokens: int | None, *, exact: bool) 
 
 
 _LOSS: Mapping[str, int] = {"exact": 0, "equivalent": 1, "lossy": 2}
+_BITS: Mapping[str, str] = {"kv": "X-Fleet-KV-Bits", "wire": "X-Fleet-Wire-Bits"}
 
 
 class _Plans:
@@ -129,6 +130,19 @@ class _Plans:
         return max(told, key=_LOSS.__getitem__, default=None)
 
     @property
+    def bits(self) -> Mapping[str, int]:
+        """Bits of keys and values as they are held ("kv") and were sent ("wire"); none where as computed.
+
+        Choices on several machines may differ; the fewest bits say the most.
+        """
+        found = list(self._latest.values())
+        told: dict[str, list[int]] = {
+            "kv": [one.kv_bits for one in found],
+            "wire": [one.wire_bits for one in found],
+        }
+        return {name: min(filter(None, each)) for name, each in told.items() if any(each)}
+
+    @property
     def smart(self) -> SmartPrefillResult | None:
         return next((planned.smart for planned in self._latest.values() if planned.smart), None)
 
@@ -144,9 +158,7 @@ class _Plans:
     def headers(self, work: GenerationRequest) -> Mapping[str, str]:
         found, exactness = list(self._latest.values()), self.exactness
         tools = {"X-Fleet-Tools": "grammar"} if self._tools_by_grammar else {}
-        # Choices on several machines may differ; the fewest bits say the most.
-        if kv_bits := min((planned.kv_bits for planned in found if planned.kv_bits), default=0):
-            tools["X-Fleet-KV-Bits"] = str(kv_bits)
+        tools |= {_BITS[name]: str(bits) for name, bits in self.bits.items()}
         if exactness is None:
             undecided = {"X-Fleet-Request": work.id, "X-Fleet-Plan": "undecided; nodes="}
             # Parts of the prompt may yet be left out, so "exact" is not promised.
@@ -243,7 +255,7 @@ class _Sender:
         self._streamer = streamer
         self._progress = ProgressComments()
         self._sent_s = self._object_s = 0.0
-        self._smart, self._exactness = plans.smart, plans.exactness
+        self._smart, self._exactness, self._bits = plans.smart, plans.exactness, plans.bits
 
     async def open(self, first: Item) -> None:
         if first is not None:
@@ -275,6 +287,11 @@ class _Sender:
                 if (exactness := self._plans.exactness) != self._exactness:
                     self._exactness = exactness
                     await self._say(f"exactness {exactness}")
+                if (bits := self._plans.bits) != self._bits:
+                    for name in _BITS:
+                        if bits.get(name) != self._bits.get(name):
+                            await self._say(f"{name} bits {bits.get(name, 0)}")
+                    self._bits = bits
                 continue
             if self._plans.learns_of_tools(event):
                 # The headers are out.

@@ -11,14 +11,20 @@ from fleetd.engine.sequence_state import array_bytes, row_memory, whole_states
 from fleetd.engine.sequence_state.array_bytes import as_bytes
 from fleetd.engine.shared_prefill import frame_payloads
 from fleetd.engine.shared_prefill.frame_schedule import Outgoing
+from fleetd.engine.shared_prefill.row_wire import RowWire
 from fleetd.engine.streams.frames import FrameHeader, FramePipe, Kind
 
 
 class FrameWriter:
-    """Sends ``heads``, one per call, with what each call gives as their payload. ``sent``: bytes so far."""
+    """Sends ``heads``, one per call, with what each call gives as their payload. ``sent``: bytes so far.
 
-    def __init__(self, pipe: FramePipe, heads: Iterable[FrameHeader], hashes: dict[int, bytes]) -> None:
-        self._pipe = pipe
+    ``wire``: in what form rows are due.
+    """
+
+    def __init__(
+        self, pipe: FramePipe, heads: Iterable[FrameHeader], hashes: dict[int, bytes], wire: RowWire
+    ) -> None:
+        self._pipe, self._wire = pipe, wire
         self._out = Outgoing(heads, hashes)
         self.sent = 0
 
@@ -36,10 +42,11 @@ class FrameWriter:
 
     def rows(self, keys: mx.array, values: mx.array) -> None:
         """(1, heads, T, width) each, evaluated."""
-        self._send(
-            self._out.next(),
-            [piece for x in (keys, values) for piece in array_bytes.pieces(as_bytes(x)[0])],
-        )
+        head = self._out.next()
+        if (packing := self._wire.packing(head)) is not None:
+            self._send(head, self._wire.payload(packing, keys, values))
+        else:
+            self._send(head, [piece for x in (keys, values) for piece in array_bytes.pieces(as_bytes(x)[0])])
 
     def cache(self, cache: Any) -> None:
         """What is due of one of a layer's caches. It is not copied: nothing may be added to it in place."""
@@ -47,6 +54,9 @@ class FrameWriter:
         if head.kind is Kind.STATE:
             payload, sizes, index = whole_states.state(cache)
             self._send(self._out.state(head, sizes, index), payload)
+        elif (packing := self._wire.packing(head)) is not None:
+            rows = (each[..., head.start : head.end, :] for each in (cache.keys, cache.values))
+            self._send(head, self._wire.payload(packing, *rows))
         else:
             self._send(head, row_memory.rows(cache, head.start, head.end))
 

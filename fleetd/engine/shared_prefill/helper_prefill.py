@@ -20,14 +20,16 @@ from fleetd.engine.shared_prefill.frame_schedule import Incoming
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.helper_work import helper_work
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
+from fleetd.engine.shared_prefill.row_wire import RowWire
 from fleetd.engine.shared_prefill.step_times import HelperTimes
 from fleetd.engine.shared_prefill.warm_store import WarmCaches
-from fleetd.engine.streams.frames import HEAD_BYTES, Connect, FramePipe
+from fleetd.engine.streams.frames import HEAD_BYTES, Connect, FrameHeader, FramePipe
 from fleetd.errors import FleetError, InvalidValue, PeerLost, from_code
 from fleetd.plan.prefill.split import WarmRows, checked
 
 # What may be unsent of a stream whose other end leaves, having all that it needs: the last head and the end.
 _TAIL_BYTES = HEAD_BYTES + limits.KIB
+_OUTGOING = frame_schedule.to_home, frame_schedule.to_next
 
 
 class HelperPrefill:
@@ -58,7 +60,9 @@ class HelperPrefill:
             raise InvalidValue(
                 f"Helper {rank} of {split} has no part in a model of {stage.prefilled} layers."
             )
-        self._split, self._layout, self._clock = split, layout, clock
+        self._split, self._clock = split, clock
+        # The cached prefix comes as it is held; what helpers compute goes as was agreed.
+        self._held, self._wire = RowWire(layout), RowWire(layout, assist.wire_bits)
         self._assist, self._warm = assist, warm
         self._work = helper_work(stage, layout, split, rank, warm)
         self._times = HelperTimes(clock)
@@ -78,23 +82,24 @@ class HelperPrefill:
             raise
 
     def _open(self, connect: Connect, rank: int) -> None:
-        split, layout, work = self._split, self._layout, self._work
+        split, held, wire = self._split, self._held.layout, self._wire
         warm = None if self._warm is None else self._warm.rows
-        streams = {"home": frame_schedule.to_helper(split, rank, layout, warm)}
+        streams = {"home": frame_schedule.to_helper(split, rank, held, warm)}
         if rank:
-            streams["in"] = frame_schedule.to_next(split, rank - 1, layout)
+            streams["in"] = frame_schedule.to_next(split, rank - 1, wire.sent)
         if split.has_next(rank):
             streams["out"] = iter(())
         for name, heads in streams.items():
-            incoming = self._incoming[name] = Incoming(name, heads, layout, work.buffers)
+            buffers = self._buffers if name == "in" else self._work.buffers
+            incoming = self._incoming[name] = Incoming(name, heads, held, buffers)
             self._pipes[name] = connect(name, incoming.place)
-        self._writers["home"] = FrameWriter(
-            self._pipes["home"], frame_schedule.to_home(split, rank, layout), self._hashes
-        )
+        to_home, to_next = (each(split, rank, wire.sent) for each in _OUTGOING)
+        self._writers["home"] = FrameWriter(self._pipes["home"], to_home, self._hashes, wire)
         if "out" in streams:
-            self._writers["out"] = FrameWriter(
-                self._pipes["out"], frame_schedule.to_next(split, rank, layout), self._hashes
-            )
+            self._writers["out"] = FrameWriter(self._pipes["out"], to_next, self._hashes, wire)
+
+    def _buffers(self, head: FrameHeader) -> list[memoryview]:
+        return self._wire.memory(head) or self._work.buffers(head)
 
     # ---- turns -----------------------------------------------------------------------------------------
 
@@ -184,6 +189,7 @@ class HelperPrefill:
                 self._hashes.update(frame_schedule.prefixes(self._split, bytes(frame.buffers[0])))
             incoming.take_frame(frame, self._hashes)
             self._times.received += frame.head.nbytes
+            (self._wire if name == "in" else self._held).unpack(frame, self._work.row_buffers)
             self._work.take_frame(frame)
 
     def _over(self, name: str, pipe: FramePipe) -> bool:
@@ -213,5 +219,5 @@ class HelperPrefill:
     def warm(self) -> WarmCaches:
         """What the next turn of this conversation can go on from, here. Only once it is ``finished``."""
         layers, tokens = self._work.layers, self._work.tokens.stop
-        rows = WarmRows(tokens, layers.start, layers.stop, self._hashes[tokens])
+        rows = WarmRows(tokens, layers.start, layers.stop, self._hashes[tokens], exact=self._assist.exact)
         return WarmCaches(self._assist.home, self._assist.kv_bits, rows, dict(self._work.whole))

@@ -31,6 +31,7 @@ from fleetd.engine.shared_prefill.frame_schedule import Incoming
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.home_work import home_work
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
+from fleetd.engine.shared_prefill.row_wire import RowWire
 from fleetd.engine.shared_prefill.spot_check import WHAT_TO_SUSPECT, SpotCheck
 from fleetd.engine.shared_prefill.step_times import HomeTimes
 from fleetd.engine.streams.frames import Connect, FrameHeader, FramePipe
@@ -88,7 +89,8 @@ class SharedPrefill:
         self._allocated = threading.Event()
         self._pipes: dict[str, FramePipe] = {}
         self._incoming: dict[str, Incoming] = {}
-        self._exact, self._layout, self._draw = share.exact and any_chunks, layout, draw
+        self._exact, self._draw = share.exact and any_chunks, draw
+        self._held, self._wire = RowWire(layout), RowWire(layout, share.wire_bits)
         self._prefix_namespace, self._prefix_origins = prefix_namespace, prefix_origins
         # A helper that the daemon did not name is none that is known.
         self.origins = prefix_origins | frozenset(share.origins or [""])
@@ -98,7 +100,7 @@ class SharedPrefill:
         self._drawn_of: int | None = split.cached
         self._later: Iterator[None] | None = None
         try:
-            self._open(connect, layout, ids.tobytes(), prefix)
+            self._open(connect, ids.tobytes(), prefix)
             self._work.allocate()
         except BaseException:
             self.close()
@@ -304,39 +306,41 @@ class SharedPrefill:
             while incoming.left and (frame := pipe.receive()) is not None:
                 incoming.take_frame(frame, self._hashes)
                 self._times.received += frame.head.nbytes
-                if not frame_payloads.finite(frame, self._layout):
+                if not frame_payloads.finite(frame, self._wire.sent):
                     raise PeerWrong("It sent numbers that are none (NaN or infinite).", hint=WHAT_TO_SUSPECT)
+                self._wire.unpack(frame, self._work.row_buffers)
                 self._work.take_frame(rank, frame)
         except FleetError as error:
             raise from_code(error.code, f"helper{rank}: {error.message}", hint=error.hint) from error
 
     # ---- streams ---------------------------------------------------------------------------------------
 
-    def _open(self, connect: Connect, layout: KvLayout, payload: bytes, prefix: Sequence[Any] | None) -> None:
+    def _open(self, connect: Connect, payload: bytes, prefix: Sequence[Any] | None) -> None:
         """Open all streams, and send the helpers what they need: they begin while room is made here."""
-        split = self._split
+        split, held, sent = self._split, self._held.layout, self._wire.sent
         spread = [] if prefix is None else self._work.stage.spread(prefix)
         for rank in range(split.helpers):
             name = f"helper{rank}"
-            incoming = Incoming(name, frame_schedule.to_home(split, rank, layout), layout, self._buffers)
+            incoming = Incoming(name, frame_schedule.to_home(split, rank, sent), sent, self._buffers)
             self._incoming[name] = incoming
             pipe = self._pipes[name] = connect(name, incoming.place)
             warm = self._warm[rank] if self._warm else None
-            first, *cached = frame_schedule.to_helper(split, rank, layout, warm)
-            out = FrameWriter(pipe, [first, *cached], self._hashes)
+            first, *cached = frame_schedule.to_helper(split, rank, held, warm)
+            # The cached prefix is queued at once and not copied: packed, it would be there twice.
+            out = FrameWriter(pipe, [first, *cached], self._hashes, self._held)
             out.tokens(payload)
             for head in cached:
                 out.cache(parts(spread[head.layer])[head.part])
             self._times.to_send += out.sent
         if split.has_next(split.helpers - 1):
-            heads = frame_schedule.to_next(split, split.helpers - 1, layout)
-            incoming = self._incoming["in"] = Incoming("in", heads, layout, self._buffers)
+            heads = frame_schedule.to_next(split, split.helpers - 1, sent)
+            incoming = self._incoming["in"] = Incoming("in", heads, sent, self._buffers)
             self._pipes["in"] = connect("in", incoming.place)
 
     def _buffers(self, head: FrameHeader) -> list[memoryview]:
         # On a reader's thread, which may be early.
         self._allocated.wait()
-        return self._work.buffers(head)
+        return self._wire.memory(head) or self._work.buffers(head)
 
     def close(self) -> None:
         """Close the streams; ``verified`` stays as it is. Idempotent."""

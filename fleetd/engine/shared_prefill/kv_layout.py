@@ -47,6 +47,18 @@ class KvLayout(msgspec.Struct, frozen=True):
         """The same of caches whose rows are held in ``bits`` bits where they can be; 0 is as computed."""
         return replace(self, layers=tuple(tuple(_held(s, bits) for s in each) for each in self.layers))
 
+    def on_wire(self, bits: int) -> KvLayout:
+        """What crosses a link of it if rows are sent in ``bits`` bits; 0 is as they are held.
+
+        Rows that are held quantised, windows and running states are sent as they are held.
+        """
+        return replace(self, layers=tuple(tuple(_sent(s, bits) for s in each) for each in self.layers))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's rows, over all layers here."""
+        return sum(sum(shape.sizes(1)) for each in self.layers for shape in each if shape.in_rows)
+
     @property
     def packings(self) -> list[list[RowPacking | None]]:
         """How the rows of each part are held, for each layer that keeps something."""
@@ -102,6 +114,10 @@ def _held(shape: PartShape, bits: int) -> PartShape:
         return shape
     packing = RowPacking.of(bits, shape.key_width, shape.value_width, shape.dtype)
     return shape if packing is None else PackedShape.of(shape.heads, packing)
+
+
+def _sent(shape: PartShape, bits: int) -> PartShape:
+    return shape if isinstance(shape, PackedShape) else _held(shape, bits)
 
 
 def _float_dtype(stage: Stage) -> mx.Dtype:

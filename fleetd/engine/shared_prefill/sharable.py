@@ -8,7 +8,7 @@ import platform
 import mlx.core as mx
 import msgspec
 
-from fleetd.control.model_facts import ModelShape
+from fleetd.control.model_facts import WIRE_BITS, ModelShape
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import Arithmetic
 from fleetd.engine.shared_prefill.fingerprint import arithmetic
@@ -64,6 +64,7 @@ class Sharable(msgspec.Struct, frozen=True):
             outside_bytes=stage.outside_bytes,
             layer_bytes=stage.layer_bytes,
             any_chunks=self.any_chunks,
+            wire_token_bytes=self.layout.with_kv_bits(WIRE_BITS).token_bytes,
         )
 
 

@@ -143,7 +143,15 @@ def _refused(machine: HelperSpec, refused: Refusal) -> PrefillOption:
 
 
 def _ways(prompt: PrefillSize, home: HelperSpec, machines: Sequence[HelperSpec]) -> list[PrefillOption]:
-    """The best split of each kind that these machines have room for."""
+    """The best split of each kind that these machines have room for; and the same with rows in fewer bits."""
+    found = _same_ways(prompt, home, machines)
+    if prompt.shape.narrows and all(machine.narrows for machine in machines):
+        found += _same_ways(replace(prompt, sent_bits=prompt.shape.wire_bits), home, machines)
+    return found
+
+
+def _same_ways(prompt: PrefillSize, home: HelperSpec, machines: Sequence[HelperSpec]) -> list[PrefillOption]:
+    """The best split of each kind, with rows on the wire as the prompt says."""
     chain = _chain(prompt, machines)
     if chain is None:
         return []
@@ -206,7 +214,8 @@ def _option(
         steps=(*(((step_names.LOADED, load_s),) if cold else ()), *_steps(line)),
         code=code,
         reason=reason,
-        exact=all(machine.exact for machine in chain),
+        exact=not prompt.sent_bits and all(machine.exact for machine in chain),
+        wire_bits=prompt.sent_bits,
         modelled=home.modelled or any(machine.modelled for machine in chain),
         doubtful=home.doubtful or any(machine.doubtful for machine in chain),
         cold=tuple(cold.values()),
@@ -269,7 +278,7 @@ def _with_link(
     if min(way.predicted_s - way.load_s for way in ways) <= target_s:
         return list(ways)
     wider = replace(machine, link=LinkSpeed(_UNLIMITED, link.rtt_s))
-    over_wider = min(_ways(prompt, home, [wider]), key=lambda way: way.predicted_s)
+    over_wider = min(_same_ways(prompt, home, [wider]), key=lambda way: way.predicted_s)
     if over_wider.split is not None and over_wider.predicted_s - over_wider.load_s <= target_s:
         least = _rate(_least_rate(prompt, over_wider.split, machine, home.speed, target_s))
         sentence = f"The link to {machine.name} carries {_rate(link.bytes_per_s)}; {least} would do."
@@ -346,16 +355,25 @@ def choose(found: Sequence[PrefillOption], previous: PrefillOption | None = None
         return option.predicted_s * caution * (HYSTERESIS if kept(option) else 1.0)
 
     def kept(option: PrefillOption) -> bool:
-        return previous is not None and (option.kind, option.helpers) == (previous.kind, previous.helpers)
+        return previous is not None and _way(option) == _way(previous)
 
-    best = min(able, key=lambda option: (weighed_s(option), len(option.helpers)), default=local)
-    if weighed_s(best) > ADVANTAGE * local.predicted_s or best.predicted_s > local.predicted_s:
-        best = local
+    def clearly_sooner(options: Iterable[PrefillOption], than: PrefillOption) -> PrefillOption:
+        best = min(options, key=lambda option: (weighed_s(option), len(option.helpers)), default=than)
+        least_s = than.predicted_s if than is local else weighed_s(than)
+        return than if weighed_s(best) > ADVANTAGE * least_s or best.predicted_s > than.predicted_s else best
+
+    best = clearly_sooner((option for option in able if not option.wire_bits), local)
+    # To round has to be worth something, too.
+    best = clearly_sooner((option for option in able if option.wire_bits), best)
     rejected = [
         option if option.code else _rejected(option, best, local) for option in found if option is not best
     ]
     rejected.sort(key=lambda option: (not option.priced, option.predicted_s))
     return PlanChoice(best, tuple(rejected), _warm(found, best))
+
+
+def _way(option: PrefillOption) -> tuple[object, ...]:
+    return option.kind, option.helpers, option.wire_bits
 
 
 def _warm(found: Sequence[PrefillOption], best: PrefillOption) -> tuple[Load, ...]:
@@ -377,6 +395,9 @@ def _rejected(option: PrefillOption, best: PrefillOption, local: PrefillOption) 
     elif option.doubtful:
         code = "doubtful"
         sentence = f"{faster} faster, by speeds that are in doubt."
+    elif option.wire_bits > best.wire_bits:
+        code, least = "margin", percent(1 - ADVANTAGE)
+        sentence = f"{faster} faster than {described(best)}, too little to round for: {least} would do."
     elif best is not local:
         code, sentence = "kept", f"{faster} faster than {described(best)}, too little to change."
     else:
@@ -392,9 +413,10 @@ def described(option: PrefillOption) -> str:
         case "local":
             return "staying here"
         case "whole":
-            return f"all of it on {_listed(option.names)}"
+            way = f"all of it on {_listed(option.names)}"
         case kind:
-            return f"{kind} with {_listed(option.names)}"
+            way = f"{kind} with {_listed(option.names)}"
+    return f"{way}, rows in {option.wire_bits} bits" if option.wire_bits else way
 
 
 def _layers(first: int, last: int) -> str:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from fleetd.control.model_facts import WireBits
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.split import Part, Split, SplitKind
 from fleetd.plan.refusals import Code, Refusal
@@ -39,6 +40,8 @@ class HelperSpec(msgspec.Struct, frozen=True):
     running: int = 0
     # The machine computes the same bytes as the machine that answers.
     exact: bool = True
+    # It can send keys and values in ``WIRE_BITS``.
+    narrows: bool = False
     # ``speed`` comes from the chip's published figures.
     modelled: bool = False
     # ``speed`` was measured, but may be wrong.
@@ -75,8 +78,10 @@ class PrefillOption(msgspec.Struct, frozen=True):
     # Why the option may not be chosen, and the same as a sentence. Both are "" if it may be.
     code: OptionCode = ""
     reason: str = ""
-    # All machines compute the same bytes as the machine that answers.
+    # The result has the bytes that the machine which answers would compute.
     exact: bool = True
+    # In how many bits helpers send keys and values; 0 is as they are held.
+    wire_bits: WireBits = 0
     # Some machine's speed comes from published figures, or may be wrong.
     modelled: bool = False
     doubtful: bool = False

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import msgspec
 
 from fleetd import limits
-from fleetd.control.model_facts import ModelShape
+from fleetd.control.model_facts import ModelShape, WireBits
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.options import HelperSpec
 from fleetd.plan.prefill.split import TOKEN_BYTES, Split, SplitKind, WarmRows
@@ -64,6 +64,13 @@ class PrefillSize(msgspec.Struct, frozen=True):
     states: int = 0
     # By node id, rows of the cached tokens that helpers still have.
     warm: tuple[tuple[str, WarmRows], ...] = ()
+    # In how many bits helpers send keys and values; 0 is as they are held.
+    sent_bits: WireBits = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of a token's keys and values from a helper to another machine, over all layers."""
+        return self.shape.wire_token_bytes if self.sent_bits else self.shape.sizes.token_bytes
 
     @property
     def whole_bytes(self) -> int:
@@ -136,7 +143,7 @@ class Chain:
         rows: list[tuple[int, _StageTimeline]] = []
         for i, (helper, share) in enumerate(zip(self._helpers, shares, strict=True)):
             pipe.stages.append(self._computing(helper.speed, share, chunk, begun_s))
-            to_home = prompt.shape.sizes.token_bytes * kept[i]
+            to_home = prompt.sent_bytes * kept[i]
             onward = self._between[i] if i < len(self._between) else helper.link
             if onward is helper.link and home_share:
                 to_home += prompt.shape.hidden_bytes
@@ -151,7 +158,7 @@ class Chain:
             pipe.stages.append(self._computing(self._home, home_share, chunk, self._home_free_s))
         computed_end_s, rows_end_s = pipe.ends(rows)
         states = self._states(new, chunk)
-        port_s = self._port.seconds(sum(kept) * (prompt.shape.sizes.token_bytes * len(new) + states))
+        port_s = self._port.seconds(sum(kept) * (prompt.sent_bytes * len(new) + states))
         rows_end_s = max(rows_end_s, begun_s + port_s, self._home_free_s)
         computed_s = self._home.total(home_share, new, chunk)
         return Timeline(
@@ -171,10 +178,10 @@ class Chain:
         one, last = prompt.share(range(1)), prompt.share(range(layers - 1, layers))
         *parts, home_part = [range(a, b) for a, b in itertools.pairwise(cuts)]
         begun_s = self._agreed_s + self._prefix_s([1.0] * len(parts), [range(layers)] * len(parts))
-        row_bytes, state_bytes = prompt.shape.sizes.token_bytes / layers, self._whole_bytes / layers
+        row_bytes, state_bytes = prompt.sent_bytes / layers, self._whole_bytes / layers
         home_s = self._home.total(1.0, home_part, chunk)
         port_s = self._port.seconds(
-            prompt.shape.sizes.token_bytes * (home_part.start - prompt.cached)
+            prompt.sent_bytes * (home_part.start - prompt.cached)
             + sum(self._states(part, chunk) for part in parts)
         )
         end_s = max(self._home_free_s + home_s, begun_s + port_s + home_s * last)

@@ -81,7 +81,7 @@ class Search:
             return None
         rooms = [self._layers_room(helper) for helper in self._helpers]
         all_s = [speed.total(1.0, prompt.new, self._usual) for speed in self._speeds]
-        row_bytes = prompt.shape.sizes.token_bytes * len(prompt.new) + prompt.whole_bytes
+        row_bytes = prompt.sent_bytes * len(prompt.new) + prompt.whole_bytes
         sent_s = [helper.link.seconds(row_bytes) for helper in self._helpers]
         each_s = [max(pair) / layers for pair in itertools.zip_longest(all_s, sent_s, fillvalue=0.0)]
         moved = bounds[:-1] if whole else bounds
@@ -113,7 +113,7 @@ class Search:
         shape, sizes = prompt.shape, prompt.shape.sizes
         rows = replace(sizes, token_bytes=sizes.token_bytes + shape.hidden_bytes)
         rooms = [one.room_bytes - (0 if one.loaded else shape.most_weights_bytes) for one in self._helpers]
-        sent_s = [one.link.seconds(max(1, sizes.token_bytes)) for one in self._helpers]
+        sent_s = [one.link.seconds(max(1, prompt.sent_bytes)) for one in self._helpers]
 
         def room(i: int, at: float) -> int:
             return rows.fitting(rooms[i] + int(at) * shape.hidden_bytes)

@@ -28,12 +28,17 @@ _HASH_BYTES = 8
 
 class WarmRows(msgspec.Struct, frozen=True):
     """Keys and values that a helper still has of an earlier prompt of the same machine: of the first
-    ``tokens``, in layers [``first``, ``last``). ``prefix``: ``prefix_hashes`` of these tokens."""
+    ``tokens``, in layers [``first``, ``last``). ``prefix``: ``prefix_hashes`` of these tokens.
+
+    ``exact``: they are what that machine would have computed; False if anything before them was rounded
+    otherwise.
+    """
 
     tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     first: Annotated[int, Meta(ge=0, le=limits.LAYERS)]
     last: Annotated[int, Meta(ge=1, le=limits.LAYERS)]
     prefix: Annotated[bytes, Meta(min_length=_HASH_BYTES, max_length=_HASH_BYTES)]
+    exact: bool = True
 
     def of(self, layer: int) -> int:
         """Leading tokens whose rows of this layer are there."""

@@ -154,13 +154,17 @@ class AnswerDrafting(PipelineStep):
         if facts is None:
             return view
         model = canonical(self._model) if facts.vocabulary and await self.is_model(self._model) else ""
-        able = [
-            candidate.name
-            for candidate in (self.candidates(folder.name, model, shareable=True) if model else ())
-            if candidate.node_id or await self._is_here(model, besides=folder.name)
-        ]
+        able, no_room = [], ""
+        for candidate in self.candidates(folder.name, model, shareable=True) if model else ():
+            if not candidate.node_id and await self._is_here(model, besides=folder.name):
+                no_room = drafters.no_room(self.members.here(), model, folder.name)
+                if no_room:
+                    continue
+            elif not candidate.node_id:
+                continue
+            able.append(candidate.name)
         drafts = drafters.view(facts, view.prompt_tokens, model, able)
-        return msgspec.structs.replace(view, drafts=drafts)
+        return msgspec.structs.replace(view, drafts=msgspec.structs.replace(drafts, no_room=no_room))
 
     async def _is_here(self, model: str, *, besides: str) -> bool:
         try:

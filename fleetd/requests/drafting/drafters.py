@@ -11,6 +11,7 @@ from fleetd.control.prefill_plan import DraftsView
 from fleetd.engine.protocol import Ready
 from fleetd.engine.speculation.local_sources import DRAFTER, HIDDEN_NAMES, LOCAL_NAMES
 from fleetd.plan.refusals import THIS_NODE
+from fleetd.plan.route import gigabytes
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.members.members import Member, eligible, expected_load_s
 
@@ -59,6 +60,18 @@ def candidates(others: Iterable[Member], target: str, model: str, where: Where) 
     first = [candidate for (busy, far, cold, _), candidate in peers if not (busy or far or cold)]
     rest = [candidate for _, candidate in peers[len(first) :]]
     return [*first, *rest] if where == "peers" else [*first, *here, *rest]
+
+
+def no_room(here: Member, model: str, target: str) -> str:
+    """Why ``model`` cannot be loaded here beside ``target``, as a sentence; "" if it can, or is.
+
+    Both are needed at the same time, so neither gives way to the other.
+    """
+    found = here.model(model)
+    if found is None or found.state == "loaded" or found.memory_bytes <= here.card.usable_bytes:
+        return ""
+    need, free = gigabytes(found.memory_bytes), gigabytes(here.card.usable_bytes)
+    return f"{model} needs {need} beside {target} on this machine; {free} are free, and neither gives way."
 
 
 def view(facts: Ready, tokens: int, draft_model: str, drafters: Sequence[str]) -> DraftsView:

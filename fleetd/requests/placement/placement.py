@@ -300,7 +300,15 @@ class Placer:
         )
 
         session = self._members.sessions.last(job.session, model.name)
-        return self.ways(ask, model, self.known(model, text), others, session=session, places=places)
+        return self.ways(
+            ask,
+            model,
+            self.known(model, text),
+            others,
+            session=session,
+            places=places,
+            exact=job.request.exact,
+        )
 
     def known(self, model: WantedModel, *texts: str) -> Callable[[Member], KnownTokens]:
         """What each machine has read of the beginning of one of the texts, by what was asked of it here."""
@@ -327,6 +335,7 @@ class Placer:
         session: str = "",
         places: PromptPlaces = _NOWHERE,
         added: Sequence[Member] = (),
+        exact: bool = False,
     ) -> Ways:
         """Every way to answer a prompt, priced or refused.
 
@@ -337,6 +346,7 @@ class Placer:
             kept: of the prompt's tokens, those that are computed, where not all are.
             session: the ``life`` of the machine where a named session is.
             places: what each machine keeps of the prompt.
+            exact: helpers send rows as they are held.
         """
         others = [*(self._members.others("answer") if others is None else others), *added]
         here = self._members.here()
@@ -349,6 +359,11 @@ class Placer:
         homes = [
             self._home(ask, model, each, helping, sources, read, kept, places) for each, read in machines
         ]
+        if exact:
+            homes = [
+                home if home.prompt is None else replace(home, prompt=planner_facts.as_held(home.prompt))
+                for home in homes
+            ]
         if not session:
             # Most clients do not name their sessions: a prompt goes on from the one that it begins with.
             most, read = max(machines, key=lambda pair: pair[1].tokens)

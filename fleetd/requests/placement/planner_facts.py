@@ -64,13 +64,18 @@ def prompt(
     )
 
 
+def as_held(prompt: PrefillSize) -> PrefillSize:
+    """The same prompt, of which helpers send rows as they are held: for an answer that has to be exact."""
+    return replace(prompt, shape=replace(prompt.shape, wire_bits=0))
+
+
 def loaded_here(own: ModelCard, facts: Ready) -> ModelCard:
     """This machine's model as its engine knows it.
 
     The speed is the card's, which requests correct; until the first card after a load it is the engine's.
     """
     speed = own.speed if own.speed.prefill_tok_s > 0 else facts.speed
-    return replace(own, shape=facts.shape, speed=speed)
+    return replace(own, shape=replace(facts.shape, wire_bits=own.shape.wire_bits), speed=speed)
 
 
 def as_told(model: ModelCard, helping: Iterable[Member]) -> ModelCard:
@@ -81,7 +86,13 @@ def as_told(model: ModelCard, helping: Iterable[Member]) -> ModelCard:
     if (shape := next(filter(_divisible, shapes), None)) is not None:
         # Each machine has an arithmetic of its own.
         own = model.shape
-        shape = replace(shape, cpu_arithmetic=own.cpu_arithmetic, kv_bits=own.kv_bits, kv_held=own.kv_held)
+        shape = replace(
+            shape,
+            cpu_arithmetic=own.cpu_arithmetic,
+            kv_bits=own.kv_bits,
+            kv_held=own.kv_held,
+            wire_bits=own.wire_bits,
+        )
         return replace(model, shape=shape)
     why = model.shape.unshareable or "No machine has said yet how this model can be divided."
     return replace(model, shape=replace(model.shape, layers=max(1, model.shape.layers), unshareable=why))
@@ -91,7 +102,7 @@ def _divisible(shape: ModelShape) -> bool:
     """True if it says how a model can be divided, in figures that a model may have."""
     sizes = shape.sizes
     each = (sizes.row_bytes + sizes.state_bytes, shape.hidden_bytes, shape.weights_bytes)
-    most = max(*each, sizes.window, shape.hidden_width)
+    most = max(*each, sizes.window, shape.hidden_width, shape.wire_token_bytes)
     return not shape.unshareable and 0 < shape.layers <= min(each) and most <= _BYTES_MOST
 
 
@@ -196,6 +207,7 @@ def helper(member: Member, own: ModelCard, pace: float = 1.0, link: LinkSpeed | 
         room_bytes=_room_bytes(card, known, loaded=loaded),
         running=card.running,
         exact=bool(known.arithmetic) and known.arithmetic == own.arithmetic,
+        narrows=known.shape.wire_token_bytes > 0,
         modelled=is_modelled,
         doubtful=known.speed.doubtful,
         held=part if known.state != "loaded" else None,
@@ -283,4 +295,5 @@ def view(option: PrefillOption, *, chosen: bool = False) -> OptionView:
         reason="" if chosen else option.reason,
         cuts=list(split.cuts) if split is not None else [],
         chunk=split.chunk if split is not None else 0,
+        wire_bits=option.wire_bits,
     )

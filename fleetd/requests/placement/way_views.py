@@ -61,6 +61,7 @@ def way_view(way: Way, *, chosen: bool = False) -> OptionView:
         cuts=shown.cuts if here else [],
         chunk=shown.chunk,
         prefill="" if here else shown.kind,
+        wire_bits=shown.wire_bits,
         **_known(way),
     )
 

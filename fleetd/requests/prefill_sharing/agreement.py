@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from fleetd import limits
-from fleetd.control.model_facts import KvBits
+from fleetd.control.model_facts import KvBits, WireBits
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Arithmetic, StepTime, StreamTag
 from fleetd.errors import FleetError, Incompatible, InvalidValue, PeerLost, ProtocolError
@@ -42,7 +42,8 @@ class SharingTerms(msgspec.Struct, frozen=True):
     """What is agreed on. ``id``: of the request; ``arithmetic``: of the engine here.
 
     ``own_chunks``: the prompt is cut into chunks as it would be here alone. ``kv_bits``: in how many bits
-    keys and values are held here; 0 is as computed.
+    keys and values are held here; 0 is as computed. ``wire_bits``: in how many helpers send them; 0 is as
+    they are held. ``exact``: by what is known before helpers answer, they have the bytes of this machine.
     """
 
     id: str
@@ -52,6 +53,8 @@ class SharingTerms(msgspec.Struct, frozen=True):
     arithmetic: Arithmetic
     own_chunks: bool
     kv_bits: KvBits = 0
+    wire_bits: WireBits = 0
+    exact: bool = True
 
 
 @dataclass(slots=True)
@@ -96,6 +99,10 @@ class Agreement:
         self._opened: list[PeerStream] = []
 
     @property
+    def terms(self) -> SharingTerms:
+        return self._terms
+
+    @property
     def split(self) -> Split:
         """How the prompt is divided among them."""
         return self._terms.split
@@ -116,7 +123,8 @@ class Agreement:
                     helper.failed = late
             names = ", ".join(helper.name for helper in self.helpers if not helper.ready)
             raise PeerLost(f"{names} did not agree to help within {within_s:.1f} s.") from None
-        return all(exact)
+        known = all(helper.warm is None or helper.warm.exact for helper in self.helpers)
+        return all(exact) and known and not self._terms.wire_bits
 
     async def watch(self) -> None:
         """Return when every helper is done. Raises the first one's failure, at once."""
@@ -140,6 +148,8 @@ class Agreement:
             terms.arithmetic,
             terms.kv_bits,
             helper.expected,
+            terms.wire_bits,
+            terms.exact,
         )
         with _blaming(helper):
             helper.stream = self._partners.request(helper.node_id, messages.ASSIST, messages.encode(ask))
@@ -148,6 +158,7 @@ class Agreement:
             if (offer.input is None) != (helper.rank == 0):
                 raise ProtocolError(f"{helper.name} expects streams that this split does not have.")
             _same("kv_bits", str(terms.kv_bits), str(offer.kv_bits))
+            _same("wire_bits", str(terms.wire_bits), str(offer.wire_bits))
             helper.warm = helper.expected if offer.warm else None
             layers = terms.split.layers_of(helper.rank)
             return compare(terms.arithmetic, offer.arithmetic, layers, own_chunks=terms.own_chunks)

@@ -21,6 +21,7 @@ from functools import partial
 import msgspec
 
 from fleetd import limits
+from fleetd.control.model_facts import WireBits
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import (
@@ -156,6 +157,8 @@ class PrefillSharing(PipelineStep):
     def choose(self, own: ModelCard, asked: PrefillSize, *, exact: bool) -> PlanChoice:
         """The planner's choice. ``exact``: of helpers that compute the bytes of this machine."""
         here, *helpers = planner_facts.corrected(self.machines(own, exact=exact), self.members, own.digest)
+        if exact:
+            asked = planner_facts.as_held(asked)
         return plan_prefill(asked, here, helpers, self.members.last_prefill.get(own.name))
 
     def machines(self, own: ModelCard, *, exact: bool) -> list[HelperSpec]:
@@ -249,7 +252,7 @@ class SharingRun:
             return self._alone
         own = planner_facts.loaded_here(own, facts)
         asked = planner_facts.prompt(
-            facts.shape,
+            own.shape,
             accepted.prompt_tokens,
             accepted.cached,
             accepted.chunk,
@@ -258,7 +261,8 @@ class SharingRun:
         )
         told = self._request.attempt.generate.warm
         matching = [told[at] for at in accepted.warm if at < len(told)]
-        warm = dict(self._sharing.warm_notes.of(own.digest, matching))
+        # What is exact so far stays so.
+        warm = dict(self._sharing.warm_notes.of(own.digest, matching, exact=accepted.exact))
         asked = msgspec.structs.replace(asked, warm=tuple(warm.items()))
         exact = self._request.attempt.generate.exact
         choice = self._sharing.choose(own, asked, exact=exact)
@@ -270,7 +274,15 @@ class SharingRun:
             return self._alone_because()
         own_chunks = split.chunk == accepted.chunk
         terms = SharingTerms(
-            accepted.id, name, own.digest, split, facts.arithmetic, own_chunks, facts.shape.kv_bits
+            accepted.id,
+            name,
+            own.digest,
+            split,
+            facts.arithmetic,
+            own_chunks,
+            facts.shape.kv_bits,
+            choice.best.wire_bits,
+            accepted.exact and not choice.best.wire_bits,
         )
         self._digest = own.digest
         self._parts = planner_facts.parts(choice.best, self._sharing.machines(own, exact=exact))
@@ -306,12 +318,19 @@ class SharingRun:
             warm = [helper.warm for helper in agreed.helpers]
             engine.share(
                 PrefillWithHelpers(
-                    terms.id, terms.split, _left_s(option), exact, origins, warm if any(warm) else []
+                    terms.id,
+                    terms.split,
+                    _left_s(option),
+                    exact,
+                    origins,
+                    warm if any(warm) else [],
+                    terms.wire_bits,
                 )
             )
             self._outcome.agreed_exact, self._outcome.agreed_at_s = exact, self._began_s
             names = (*option.names, THIS_NAME)
-            self._planned.set_result(Planned(_kind(option), names, self._request.exactness))
+            shared = Planned(_kind(option), names, self._request.exactness, wire_bits=terms.wire_bits)
+            self._planned.set_result(shared)
             await agreed.watch()
         except FleetError as error:
             if self._left:
@@ -335,7 +354,10 @@ class SharingRun:
         for helper in lost:
             if helper.expected is not None:
                 self._sharing.warm_notes.gone(terms.digest, helper.node_id, helper.expected)
-        if lost and self._cold is not None and self._cold().best.split != terms.split:
+        if not lost or self._cold is None:
+            return
+        cold = self._cold().best
+        if (cold.split, cold.wire_bits) != (terms.split, terms.wire_bits):
             raise Incompatible(f"{lost[0].name} no longer has the rows of the turn before.")
 
     def _note_warm(self, agreed: Agreement) -> None:
@@ -343,12 +365,17 @@ class SharingRun:
         report = self._outcome.report
         if report is None or len(report.prefixes) != len(agreed.helpers):
             return
-        split = agreed.split
+        split, exact = agreed.split, agreed.terms.exact
         for helper, prefix in zip(agreed.helpers, report.prefixes, strict=True):
             if helper.kept:
                 layers = split.layers_of(helper.rank)
-                rows = WarmRows(split.tokens_of(helper.rank).stop, layers.start, layers.stop, prefix)
-                self._sharing.warm_notes.note(self._digest, helper.node_id, rows)
+                rows = WarmRows(
+                    split.tokens_of(helper.rank).stop, layers.start, layers.stop, prefix, exact=exact
+                )
+                # That all helpers compute the same bytes, they do not know of each other.
+                self._sharing.warm_notes.note(
+                    self._digest, helper.node_id, rows, exact=exact and bool(self._outcome.agreed_exact)
+                )
 
     def reported(self, report: PrefillReport) -> Planned | None:
         """The shared prefill has ended. The new plan if the engine goes on alone, else None."""
@@ -379,7 +406,15 @@ class SharingRun:
 
     def _alone_because(self) -> Planned:
         reason = self._attempt.reason or self._alone.reason
-        return Planned("local", LOCAL.nodes, self._request.exactness, reason)
+        return Planned("local", LOCAL.nodes, self._request.exactness, reason, wire_bits=self._wire_bits)
+
+    @property
+    def _wire_bits(self) -> WireBits:
+        """Bits of the keys and values from helpers that this machine goes on from alone; 0 is as computed."""
+        report, accepted, agreed = self._outcome.report, self._attempt.accepted, self._agreement
+        if report is None or accepted is None or agreed is None or report.verified <= accepted.cached:
+            return 0
+        return agreed.terms.wire_bits
 
     def end(self) -> asyncio.Task[None] | None:
         """The answer has ended, in any way. A task if helpers' accounts may still come."""

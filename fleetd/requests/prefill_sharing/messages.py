@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.control.model_facts import KvBits
+from fleetd.control.model_facts import KvBits, WireBits
 from fleetd.engine.protocol import Arithmetic, StepTime
 from fleetd.errors import ProtocolError
 from fleetd.p2p.link_prober import Invitation
@@ -39,7 +39,8 @@ _Node = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
 class AssistQuestion(msgspec.Struct, frozen=True):
     """``id``: of the request, as home has it. ``arithmetic``: home's. ``kv_bits``: in how many bits home
     holds keys and values, and wants them; 0 is as computed. ``warm``: what the helper said it keeps of an
-    earlier prompt."""
+    earlier prompt. ``wire_bits``: in how many bits rows are to be sent; 0 is as they are held. ``exact``: of
+    the rows that the helper will have, as in ``WarmRows``."""
 
     model: ModelName
     digest: Digest
@@ -49,18 +50,21 @@ class AssistQuestion(msgspec.Struct, frozen=True):
     arithmetic: Arithmetic
     kv_bits: KvBits = 0
     warm: WarmRows | None = None
+    wire_bits: WireBits = 0
+    exact: bool = True
 
 
 class AssistOffer(msgspec.Struct, frozen=True):
     """``arithmetic``: the helper's. ``home``: for the machine that answers; ``input``: for the helper before,
-    where there is one. ``kv_bits``: those of the question, which older helpers leave out. ``warm``: the rows
-    that were asked for are there."""
+    where there is one. ``kv_bits``, ``wire_bits``: those of the question, which older helpers leave out.
+    ``warm``: the rows that were asked for are there."""
 
     arithmetic: Arithmetic
     home: Invitation
     input: Invitation | None = None
     kv_bits: KvBits = 0
     warm: bool = False
+    wire_bits: WireBits = 0
 
 
 class AssistGo(msgspec.Struct, frozen=True):

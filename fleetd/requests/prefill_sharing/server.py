@@ -76,7 +76,7 @@ class AssistServer:
             )
             compare(ask.arithmetic, facts.arithmetic, layers, own_chunks=True)
             job = own_id(ask.id)
-            part = AssistPrefill(job, split, rank, ask.kv_bits, label, ask.warm)
+            part = AssistPrefill(job, split, rank, ask.kv_bits, label, ask.warm, ask.wire_bits, ask.exact)
             async with aclosing(engine.assist(part)) as events:
                 accepted = await anext(events, None)
                 if not isinstance(accepted, Accepted):
@@ -105,6 +105,7 @@ class AssistServer:
                 invitation(before) if before else None,
                 ask.kv_bits,
                 accepted.is_warm,
+                ask.wire_bits,
             )
             stream.send(messages.encode(offer))
             await self._stream(accepted.id, engine, home, before, await _go(stream))

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.control.model_facts import WireBits
 from fleetd.control.prefill_trace import Trace
 from fleetd.engine.protocol import (
     RESERVED_TEMPLATE_KWARGS,
@@ -61,12 +62,14 @@ def method(request: Generate, *, unaided: bool) -> str:
 class RanAt(msgspec.Struct, frozen=True, tag="where", omit_defaults=True):
     """How the job runs there: who helps, by the names that machine knows; ``reason`` if that changed.
 
-    ``exact``: with the bytes of that machine alone.
+    ``exact``: with the bytes of that machine alone. ``wire_bits``: in how many bits its helpers send rows; 0
+    is as they are held.
     """
 
     helpers: Annotated[tuple[_Name, ...], Meta(max_length=limits.SHARE_MACHINES)] = ()
     reason: Annotated[str, Meta(max_length=limits.ERROR_TEXT_CHARS)] = ""
     exact: bool = False
+    wire_bits: WireBits = 0
 
 
 class JobTrace(msgspec.Struct, frozen=True, tag="trace"):

@@ -103,7 +103,8 @@ class RemoteJob:
                 if isinstance(event, messages.RanAt):
                     nodes = (planned.nodes[0], *event.helpers)
                     exactness = planned.exactness if event.exact else "equivalent"
-                    yield Planned(planned.kind, nodes, exactness, event.reason or planned.reason)
+                    reason = event.reason or planned.reason
+                    yield Planned(planned.kind, nodes, exactness, reason, wire_bits=event.wire_bits)
                     continue
                 if isinstance(event, Finished):
                     ended, self._stream = True, stream
@@ -188,7 +189,8 @@ class JobServer:
                     exact = event.exactness == "exact"
                     if asked.where and (event.shared or event.reason or not exact):
                         reason = event.reason[: limits.ERROR_TEXT_CHARS]
-                        stream.send(messages.encode(messages.RanAt(event.helpers, reason, exact)))
+                        ran = messages.RanAt(event.helpers, reason, exact, event.wire_bits)
+                        stream.send(messages.encode(ran))
                 elif isinstance(event, Tokenized) and not asked.tokenized:
                     continue
                 elif not isinstance(event, Failed | Aside):

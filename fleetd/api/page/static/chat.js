@@ -8,7 +8,7 @@ import { markdown } from "/page/markdown.js";
 import { closePreview, preview } from "/page/preview.js";
 import { setting } from "/page/settings.js";
 import { hereName, redraw, say, state } from "/page/store.js";
-import { count, counted, rate, seconds } from "/page/units.js";
+import { bitsOf, count, counted, rate, seconds } from "/page/units.js";
 
 const FOLDED_LINES = 12;
 const FOLDED_CHARS = 1500;
@@ -74,7 +74,7 @@ function bodyOf(turns) {
 async function answer() {
   const abort = (chat.abort = new AbortController());
   const body = bodyOf(chat.turns);
-  const turn = { role: "assistant", content: "", reasoning: "", began: performance.now(), first: null, error: null, stopped: false, request: "", plan: "", exactness: "", smart: "", usage: null };
+  const turn = { role: "assistant", content: "", reasoning: "", began: performance.now(), first: null, error: null, stopped: false, request: "", plan: "", exactness: "", kv_bits: 0, wire_bits: 0, smart: "", usage: null };
   chat.turns.push(turn);
   follow.on = true;
   grown();
@@ -83,6 +83,8 @@ async function answer() {
     turn.request = response.headers.get("X-Fleet-Request") ?? "";
     turn.plan = response.headers.get("X-Fleet-Plan") ?? "";
     turn.exactness = response.headers.get("X-Fleet-Exactness") ?? "";
+    turn.kv_bits = Number(response.headers.get("X-Fleet-KV-Bits") ?? 0);
+    turn.wire_bits = Number(response.headers.get("X-Fleet-Wire-Bits") ?? 0);
     turn.smart = notUsed(response.headers.get("X-SmartPrefill-Skipped") ?? "");
     for await (const chunk of events(response, undefined, (comment) => commented(turn, comment))) {
       heard(turn, chunk);
@@ -110,9 +112,10 @@ function heard(turn, chunk) {
 
 // What is known only once the headers are out comes in comments.
 function commented(turn, text) {
-  const [, name, told] = /^(plan|exactness|smart prefill skipped:) (.*)$/.exec(text) ?? [];
+  const [, name, told] = /^(plan|exactness|kv bits|wire bits|smart prefill skipped:) (.*)$/.exec(text) ?? [];
   if (name === "plan") turn.plan = told.split(": ")[0];
   else if (name === "exactness") turn.exactness = told;
+  else if (name?.endsWith(" bits")) turn[name.replace(" ", "_")] = Number(told);
   else if (name) turn.smart = notUsed(told);
   redraw();
 }
@@ -285,7 +288,7 @@ function figures(turn) {
   const first_s = turn.first === null ? null : (turn.first - turn.began) / 1000;
   const tokens = turn.usage?.completion_tokens;
   return [turn.stopped && "stopped", first_s !== null && `first token ${seconds(first_s)}`, tokens && counted(tokens, "token"), tokens && turn.ended && rate(tokens - 1, (turn.ended - turn.first) / 1000),
-    first_s !== null && place(turn.plan), first_s !== null && turn.exactness].filter(Boolean).join(" · ");
+    first_s !== null && place(turn.plan), ...(first_s === null ? [] : [turn.exactness, ...bitsOf(turn)])].filter(Boolean).join(" · ");
 }
 
 /** "on studio", "read with studio", or this machine's name, for "remote; nodes=studio" and the like. */

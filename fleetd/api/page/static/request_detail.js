@@ -2,7 +2,7 @@
 
 import { h } from "/page/dom.js";
 import { short } from "/page/fleet.js";
-import { bytes, count, counted, deviation, moment, none, percent, rate, seconds } from "/page/units.js";
+import { bitsOf, bytes, count, counted, deviation, moment, none, percent, rate, seconds } from "/page/units.js";
 import { miss, travelled, waterfall } from "/page/waterfall.js";
 
 const OUTCOMES = {
@@ -31,7 +31,7 @@ export function detail(trace) {
   return [
     h("h2", null, short(trace.model), " ", h("small", { class: `outcome ${trace.late ? "late" : trace.outcome}` }, outcomeOf(trace))),
     trace.summary && h("p", { class: trace.late ? "summary late" : "summary" }, trace.summary),
-    h("p", { class: "quiet id" }, `${trace.id} · ${moment(trace.at_s)}`, trace.asked_by && ` · asked by ${trace.asked_by}`, trace.exactness && ` · ${trace.exactness}`),
+    h("p", { class: "quiet id" }, `${trace.id} · ${moment(trace.at_s)}`, trace.asked_by && ` · asked by ${trace.asked_by}`, [trace.exactness, ...bitsOf(trace)].filter(Boolean).map((label) => ` · ${label}`)),
     (trace.reason || trace.code) && h("p", { class: "why" }, trace.reason, trace.code && ` (${trace.code})`),
     trace.earlier.map((attempt, at) => h("p", { key: `tried ${at}`, class: "why" },
       `Tried first on ${attempt.answered_by || named(trace, "this")}, for ${seconds(attempt.took_s)}: ${attempt.reason || attempt.code}`)),
@@ -94,7 +94,7 @@ function named(trace, node) {
 export function report(trace) {
   const steps = trace.steps.map((step) => [`${(step.begin_s ?? 0).toFixed(3)}-${(step.end_s ?? 0).toFixed(3)} s`, step.machine, step.name,
     `${(step.seconds ?? 0).toFixed(3)} s`, step.planned_s === undefined || step.planned_s === null ? "" : `planned ${step.planned_s.toFixed(3)} s`].filter(Boolean).join("  "));
-  return [trace.summary, `${trace.id}, ${new Date(trace.at_s * 1000).toISOString()}, ${trace.model}, ${trace.outcome} ${trace.exactness}`,
+  return [trace.summary, `${trace.id}, ${new Date(trace.at_s * 1000).toISOString()}, ${trace.model}, ${[`${trace.outcome} ${trace.exactness}`, ...bitsOf(trace)].join(", ")}`,
     trace.reason && `${trace.reason} (${trace.code})`, `${trace.prompt_tokens} prompt tokens, ${trace.cached_tokens} restored, ${trace.completion_tokens} written`,
     "", ...steps].filter((line) => line !== "" || steps.length).filter((line) => typeof line === "string").join("\n");
 }

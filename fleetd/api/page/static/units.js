@@ -60,6 +60,11 @@ export function speed(value) {
   return value > 0 ? `${value < 100 ? value.toFixed(1) : whole.format(value)} tok/s` : none;
 }
 
+/** ["KV 8 bits", "wire 8 bits"]: in how many bits keys and values were held, and sent, where that is not as computed. */
+export function bitsOf({ kv_bits: held, wire_bits: sent }) {
+  return [held > 0 && `KV ${held} bits`, sent > 0 && `wire ${sent} bits`].filter(Boolean);
+}
+
 /** +12 %, against what was planned */
 export function deviation(actual, planned) {
   if (actual === null || actual === undefined || !planned) return none;
