@@ -665,6 +665,9 @@ VECTOR_TEXT_TOKENS = 8192
 # fewest and the most tokens of one, whatever a machine's pace.
 VECTOR_PASS_S = 0.1
 VECTOR_PASS_TOKENS = (64, 8192)
+# While a chat's prompt is read on the same machine, the next pass begins so long after the last one: a
+# twentieth of the time.
+VECTOR_YIELD_S = 1.0
 # Tokens by which a load measures the pace.
 VECTOR_MEASURED_TOKENS = 512
 # How much a worker for vectors yields to others on the same cores: to one that answers, all but a thirtieth.

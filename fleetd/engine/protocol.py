@@ -330,6 +330,13 @@ class TakenElsewhere(msgspec.Struct, frozen=True, tag=True):
     n_bytes: Count
 
 
+class PromptsRead(msgspec.Struct, frozen=True, tag=True):
+    """For a worker that makes vectors: workers of this machine begin (``reading``) or end to read prompts of
+    chats. A chat does not wait for vectors."""
+
+    reading: bool
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the process; running requests are not finished."""
 
@@ -870,6 +877,7 @@ Command = (
     | TakenElsewhere
     | ForgetOrigins
     | WriteNow
+    | PromptsRead
     | Shutdown
 )
 # Commands that nothing answers.
@@ -882,6 +890,7 @@ Order = (
     | TakenElsewhere
     | ForgetOrigins
     | WriteNow
+    | PromptsRead
     | Cancel
 )
 # What a request for vectors or for scores of documents gets before Finished.

@@ -145,7 +145,9 @@ class VectorMachines:
     def learn(self, machine: VectorMachine, model: EncoderModel, tokens: int, seconds: float) -> None:
         """A machine has computed a part; beside a chat it now rests, so that the chat has the machine."""
         if machine.chats:
-            self._rests_until_s[machine.node_id] = self._monotonic() + limits.VECTOR_REST * seconds
+            # Without the time in which the engine itself left the machine to a prompt.
+            computed_s = min(seconds, max(limits.VECTOR_PASS_S, tokens / machine.tok_s))
+            self._rests_until_s[machine.node_id] = self._monotonic() + limits.VECTOR_REST * computed_s
         elif tokens >= _TELLING_TOKENS and seconds > 0:
             key = (machine.node_id, model.key)
             newest = tokens / seconds
