@@ -694,8 +694,9 @@ VECTOR_REST = 9.0
 VECTOR_GRACE_S = 20.0
 # One message of vectors: a part of wide ones is 256 x 16,384 numbers of four bytes.
 VECTOR_ANSWER_BYTES = 20 * MIB
-# Parts of other machines that one machine computes at once.
-VECTOR_PARTS_SERVED = 4
+# Parts of other machines that one machine computes at once, and those that it is given by one of them: so
+# many short texts share a pass.
+VECTOR_PARTS_SERVED, VECTOR_PARTS_GIVEN = 16, 8
 # Texts of one request of `fleetctl embed`, which grows while requests take less than this.
 VECTOR_CLI_TEXTS, VECTOR_CLI_S = 1024, 5.0
 
