@@ -217,8 +217,8 @@ def _figures(seen: Samples) -> list[Figure]:
 _HOW = (
     f"Two daemons, paired, {_MINILM} in float32, a worker on a core each; texts of one-token words, through "
     "HTTP, vectors as base64. The chat has 512 tokens of prompt, on all cores, while requests for vectors of "
-    "64 texts follow each other without a pause, from the process that asks for the chat. onnxruntime has the "
-    "same weights in the graph that its own optimizer makes of BERT; it runs in the process that measures, on "
-    f"one thread, in batches of {_ONNX_BATCH}, without HTTP. sentence-transformers was not measured: it needs "
-    "PyTorch, a gigabyte and more."
+    "64 texts follow each other without a pause, from the process that asks for the chat. onnxruntime has "
+    "the same weights in the graph that its own optimizer makes of BERT; it runs in the process that "
+    f"measures, on one thread, in batches of {_ONNX_BATCH}, without HTTP. sentence-transformers was not "
+    "measured: it needs PyTorch, a gigabyte and more."
 )
