@@ -14,7 +14,7 @@ import vector_models
 from asking import ask, run
 
 from fleetd import limits
-from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import (
     Accepted,
@@ -41,6 +41,7 @@ from fleetd.errors import (
     UnsupportedParameter,
 )
 from fleetd.models.folder import ModelFolder, read_folder
+from fleetd.models.memory_need import WORKING_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +214,31 @@ async def test_a_model_for_vectors_counts_as_memory_and_makes_room(
     await pool.unload(embedder.name)
     with pytest.raises(OutOfMemory):
         await events(make_pool(max_memory_bytes=1 << 20), embedder, EmbedTexts("a", ["x"]))
+
+
+async def test_a_model_for_vectors_and_one_that_chats_make_room_for_each_other_unless_pinned(
+    embedder: ModelFolder, chain: ModelFolder
+) -> None:
+    """In a memory that holds one of them, and where each takes some."""
+    pinned: set[str] = set()
+    most = PoolOptions(device="cpu", max_memory_bytes=WORKING_BYTES + (64 << 20))
+    pool = EnginePool(most, pinned=lambda: pinned)
+
+    def loaded() -> list[str]:
+        return [status.model for status in pool.status() if status.state == "ready"]
+
+    try:
+        await events(pool, embedder, EmbedTexts("a", ["x"]))
+        await pool.load(chain)
+        assert loaded() == [chain.name]
+        await events(pool, embedder, EmbedTexts("b", ["x"]))
+        assert loaded() == [embedder.name]
+        pinned.add(embedder.name)
+        with pytest.raises(OutOfMemory):
+            await pool.load(chain)
+        assert loaded() == [embedder.name]
+    finally:
+        await pool.close()
 
 
 async def test_a_model_that_lacks_weights_or_steps_is_refused_by_type(
