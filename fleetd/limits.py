@@ -670,8 +670,9 @@ VECTOR_PASS_TOKENS = (64, 8192)
 VECTOR_YIELD_S = 1.0
 # Tokens by which a load measures the pace.
 VECTOR_MEASURED_TOKENS = 512
-# How much a worker for vectors yields to others on the same cores: to one that answers, all but a thirtieth.
-VECTOR_NICE = 15
+# How much a worker for vectors yields to others on the same cores: to one that answers, all but a tenth. That
+# is among all processes of a machine: with less of its cores a search would stand still beside other work.
+VECTOR_NICE = 10
 
 # ---- Fleet: vectors over machines ------------------------------------------------------------------------
 # Texts of one request: at 1,024 numbers each, their vectors are 40 MB, and 200 MB as JSON.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 # Linux shares its cores among sessions first, if it is set up so (``CONFIG_SCHED_AUTOGROUP``), and among the
 # processes of a session after that. A process's nice value counts in its own session only, and a worker is
-# the leader of one: 15 beside a worker of another session takes half of a core that both want.
+# the leader of one: 19 beside a worker of another session takes half of a core that both want.
 _SESSION = Path("/proc/self/autogroup")
 # Without privileges, one such value may be set in a tenth of a second on the whole machine.
 _TRIES, _PAUSE_S = 20, 0.1
