@@ -331,8 +331,8 @@ class TakenElsewhere(msgspec.Struct, frozen=True, tag=True):
 
 
 class PromptsRead(msgspec.Struct, frozen=True, tag=True):
-    """For a worker that makes vectors: workers of this machine begin (``reading``) or end to read prompts of
-    chats. A chat does not wait for vectors."""
+    """Other workers of this machine begin (``reading``) or end to read prompts of chats, which do not wait
+    for vectors: a worker that makes these computes less meanwhile."""
 
     reading: bool
 
