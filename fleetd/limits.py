@@ -665,10 +665,14 @@ VECTOR_TEXT_TOKENS = 8192
 # fewest and the most tokens of one, whatever a machine's pace.
 VECTOR_PASS_S = 0.1
 VECTOR_PASS_TOKENS = (64, 8192)
+# While a chat's prompt is read on the same machine, the next pass begins so long after the last one: a
+# twentieth of the time.
+VECTOR_YIELD_S = 1.0
 # Tokens by which a load measures the pace.
 VECTOR_MEASURED_TOKENS = 512
-# How much a worker for vectors yields to others on the same cores: to one that answers, all but a thirtieth.
-VECTOR_NICE = 15
+# How much a worker for vectors yields to others on the same cores: to one that answers, all but a tenth. That
+# is among all processes of a machine: with less of its cores a search would stand still beside other work.
+VECTOR_NICE = 10
 
 # ---- Fleet: vectors over machines ------------------------------------------------------------------------
 # Texts of one request: at 1,024 numbers each, their vectors are 40 MB, and 200 MB as JSON.
@@ -691,8 +695,9 @@ VECTOR_REST = 9.0
 VECTOR_GRACE_S = 20.0
 # One message of vectors: a part of wide ones is 256 x 16,384 numbers of four bytes.
 VECTOR_ANSWER_BYTES = 20 * MIB
-# Parts of other machines that one machine computes at once.
-VECTOR_PARTS_SERVED = 4
+# Parts of other machines that one machine computes at once, and those that it is given by one of them: so
+# many short texts share a pass.
+VECTOR_PARTS_SERVED, VECTOR_PARTS_GIVEN = 16, 8
 # Texts of one request of `fleetctl embed`, which grows while requests take less than this.
 VECTOR_CLI_TEXTS, VECTOR_CLI_S = 1024, 5.0
 

@@ -10,7 +10,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from bench.figures import Figure, Measured, alternated, at_least, at_most
@@ -18,6 +19,7 @@ from bench.harness import prompts
 from bench.harness.cores import starting_on, why_no_cores
 from bench.harness.daemon import MODEL, MODELS, Daemon
 from bench.harness.fleet import Fleet
+from bench.harness.onnx_bert import OnnxBert
 from bench.harness.samples import Samples, wait_for
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pull import process
@@ -27,6 +29,9 @@ _HERE, _THERE = "here", "there"
 # The model's longest text has 256 tokens.
 _LENGTHS = {16: 256, 128: 64, 254: 32}
 _CORPUS = 1000
+_ONNX_BATCH = 32
+# Texts that are asked for one by one, and how many of them at once.
+_SINGLES, _AT_ONCE = 256, 32
 _WORDS = [
     "the",
     "quay",
@@ -65,14 +70,20 @@ def measure(runs: int) -> Measured:
                 _embed(fleet[name], ["one"], local_only=True)
         wait_for(lambda: _known(fleet), _WITHIN_S, _POLL_S, fleet[_HERE].log)
         _embed(fleet[_HERE], _texts(_CORPUS // 4, 64, 0))
+        onnx = _onnxruntime()
         for run in range(runs):
             for length, count in _LENGTHS.items():
                 took_s = _embed(fleet[_HERE], _texts(count, length, run), local_only=True)
                 seen[length].append(count / took_s)
-                seen[length, "onnx"] += _onnx_rate(length, count, run)
+                seen[length, "onnx"] += _onnx_rate(onnx, _texts(count, length, run))
             corpus = _texts(_CORPUS, 64, 100 + run)
             for side in alternated(run, ("one", "two")):
                 seen[side].append(_embed(fleet[_HERE], corpus, local_only=side == "one"))
+            for side in alternated(run, ("together", "singly")):
+                embed = _singly if side == "singly" else partial(_embed, local_only=True)
+                seen[side].append(
+                    embed(fleet[_HERE], _texts(_SINGLES, 64, 200 + 2 * run + (side == "singly")))
+                )
         _chats(fleet[_HERE], runs, seen)
     return Measured(_figures(seen), _HOW)
 
@@ -140,29 +151,32 @@ def _busy(daemon: Daemon) -> Iterator[None]:
         thread.join()
 
 
-def _onnx_rate(length: int, count: int, run: int) -> list[float]:
-    """Texts per second of onnxruntime on one core, if that and the model's ONNX file are here."""
-    path = Path(os.environ.get("BENCH_MINILM_ONNX", ""))
-    if importlib.util.find_spec("onnxruntime") is None or path.suffix != ".onnx":
-        return []
-    import numpy as np
-    import onnxruntime
-    from tokenizers import Tokenizer
+def _onnxruntime() -> OnnxBert | None:
+    """The same model in onnxruntime; None if that has no release for this system."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        return None
+    found = OnnxBert(MODELS / _MINILM)
+    # What the first call takes longer is not measured.
+    found.vectors(_texts(_ONNX_BATCH, 16, 0))
+    return found
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    tokenizer = Tokenizer.from_file(str(MODELS / _MINILM / "tokenizer.json"))
-    tokenizer.enable_padding()
-    texts = _texts(count, length, run)
+
+def _onnx_rate(model: OnnxBert | None, texts: list[str]) -> list[float]:
+    """Texts per second of onnxruntime on one core, none if it is not here."""
+    if model is None:
+        return []
     begun = time.perf_counter()
-    for first in range(0, count, 32):
-        found = tokenizer.encode_batch(texts[first : first + 32])
-        ids = np.array([each.ids for each in found], np.int64)
-        mask = np.array([each.attention_mask for each in found], np.int64)
-        given = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
-        session.run(None, {each.name: given[each.name] for each in session.get_inputs()})
-    return [count / (time.perf_counter() - begun)]
+    for first in range(0, len(texts), _ONNX_BATCH):
+        model.vectors(texts[first : first + _ONNX_BATCH])
+    return [len(texts) / (time.perf_counter() - begun)]
+
+
+def _singly(daemon: Daemon, texts: list[str]) -> float:
+    """Seconds until all vectors are there, if each text is a request of its own."""
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        begun = time.perf_counter()
+        list(threads.map(lambda text: _embed(daemon, [text], local_only=True), texts))
+        return time.perf_counter() - begun
 
 
 def _figures(seen: Samples) -> list[Figure]:
@@ -185,6 +199,12 @@ def _figures(seen: Samples) -> list[Figure]:
         ),
         Figure(f"{_CORPUS} texts by one machine", "s", seen["one"]),
         Figure(
+            f"{_SINGLES} texts in a request each, times as long as in one",
+            "x",
+            seen.ratios("singly", "together"),
+            note=f"{_AT_ONCE} at once; the client's share of the machine is in it",
+        ),
+        Figure(
             "First token of a chat beside vectors, over alone",
             "x",
             seen.ratios("beside", "alone"),
@@ -197,6 +217,8 @@ def _figures(seen: Samples) -> list[Figure]:
 _HOW = (
     f"Two daemons, paired, {_MINILM} in float32, a worker on a core each; texts of one-token words, through "
     "HTTP, vectors as base64. The chat has 512 tokens of prompt, on all cores, while requests for vectors of "
-    "64 texts follow each other without a pause. onnxruntime, on one thread in batches of 32, is measured if "
-    "BENCH_MINILM_ONNX names the model's ONNX file; without a row it was not."
+    "64 texts follow each other without a pause, from the process that asks for the chat. onnxruntime has "
+    "the same weights in the graph that its own optimizer makes of BERT; it runs in the process that "
+    f"measures, on one thread, in batches of {_ONNX_BATCH}, without HTTP. sentence-transformers was not "
+    "measured: it needs PyTorch, a gigabyte and more."
 )

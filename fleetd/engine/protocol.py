@@ -336,6 +336,13 @@ class TakenElsewhere(msgspec.Struct, frozen=True, tag=True):
     n_bytes: Count
 
 
+class PromptsRead(msgspec.Struct, frozen=True, tag=True):
+    """Other workers of this machine begin (``reading``) or end to read prompts of chats, which do not wait
+    for vectors: a worker that makes these computes less meanwhile."""
+
+    reading: bool
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the process; running requests are not finished."""
 
@@ -876,6 +883,7 @@ Command = (
     | TakenElsewhere
     | ForgetOrigins
     | WriteNow
+    | PromptsRead
     | Shutdown
 )
 # Commands that nothing answers.
@@ -888,6 +896,7 @@ Order = (
     | TakenElsewhere
     | ForgetOrigins
     | WriteNow
+    | PromptsRead
     | Cancel
 )
 # What a request for vectors or for scores of documents gets before Finished.

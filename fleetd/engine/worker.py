@@ -51,6 +51,7 @@ from fleetd.engine.protocol import (
     LoadFailed,
     PrefillAlone,
     PrefillWithHelpers,
+    PromptsRead,
     Ready,
     Report,
     RerankTexts,
@@ -64,6 +65,7 @@ from fleetd.engine.settings import RingPlace, WorkerSettings
 from fleetd.engine.streams.channel import ChannelThread
 from fleetd.errors import EngineError, FleetError, ModelUnsupported
 from fleetd.models.memory_need import WORKING_BYTES
+from fleetd.process import priority
 from fleetd.startup import collector, import_index
 from fleetd.text.decoding import from_json
 
@@ -245,6 +247,8 @@ class Front:
                         self._compute.tell(command)
                     case IdleTime() | FreeMemory() | TakenElsewhere() | ForgetOrigins() | WriteNow():
                         self._compute.tell(command)
+                    case PromptsRead():
+                        cast("VectorLoop", self._compute).tell(command)
                     case Shutdown():
                         self._compute.stop()
 
@@ -518,7 +522,7 @@ def _start_vectors(
 
         mlx_functions.install()
         # Work that can wait: on the same cores, an answer that is written goes first.
-        os.nice(limits.VECTOR_NICE)
+        priority.yield_cores(limits.VECTOR_NICE)
     loaded = load_vectors(settings, device, emit)
     loop = VectorLoop(model=loaded.model, tokens_per_s=loaded.facts.speed.prefill_tok_s, emit=emit)
     handed_over.give_to(loop.put_stream)

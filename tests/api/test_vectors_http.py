@@ -165,6 +165,20 @@ async def test_a_stream_tells_the_load_each_part_and_the_end() -> None:
     assert parts[-1]["usage"]["total_tokens"] == sum(max(1, len(text) // 4) for text in TEXTS)
 
 
+async def test_a_stream_whose_vectors_take_long_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SSE_KEEPALIVE_S", 0.01)
+    fake = FakeVectors()
+    fake.gate = asyncio.Event()
+    async with serve(services(vectors=fake)) as site, site.client() as session, asyncio.timeout(60):
+        body = {"model": "m", "input": TEXTS, "stream": True}
+        async with session.post("/v1/embeddings", json=body) as response:
+            said = await response.content.readuntil(b": keepalive ")
+            fake.gate.set()
+            said += await response.content.read()
+    assert said.endswith(b"data: [DONE]\n\n")
+    assert b'"done":7' in said
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_ends_the_work(stream: bool) -> None:
     fake = FakeVectors()

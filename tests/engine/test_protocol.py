@@ -48,6 +48,7 @@ from fleetd.engine.protocol import (
     PrefillReport,
     PrefillWithHelpers,
     Profile,
+    PromptsRead,
     Ready,
     Report,
     RerankTexts,
@@ -99,6 +100,7 @@ COMMANDS: list[Any] = [
     TakenElsewhere(1 << 40),
     ForgetOrigins(["0123456789abcdef"]),
     WriteNow(),
+    PromptsRead(True),
     Shutdown(),
 ]
 SHAPE = ModelShape("llama", 1 << 40, 64, "float32", 8, StateSizes(3))

@@ -16,6 +16,7 @@ from fleetd.engine.protocol import (
     Finished,
     FreeMemory,
     Heartbeat,
+    PromptsRead,
     TextsEmbedded,
 )
 from fleetd.engine.vectors.token_rows import TokenRow
@@ -148,3 +149,49 @@ def test_stop_ends_the_loop(bench: VectorBench) -> None:
     bench.ask("a", [60, 60])
     bench.loop.stop()
     assert not bench.loop.turn()
+
+
+def test_while_a_chat_s_prompt_is_read_passes_are_short_and_rare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the clock that the loop is given; every turn finds an order, so none waits."""
+    monkeypatch.setattr(limits, "VECTOR_PASS_TOKENS", (8, 4096))
+    bench, now = VectorBench(), [1000.0]
+    bench.loop.monotonic = lambda: now[0]
+    bench.ask("corpus", [40] * 60, background=True)
+    bench.loop.tokens_per_s = 40 * 2 / limits.VECTOR_PASS_S
+
+    def turn() -> list[int]:
+        bench.loop.tell(Cancel("unknown"))
+        # Passes of a test take no time, and would teach the loop to make them long.
+        monkeypatch.setattr(bench.loop, "tokens_per_s", 40 * 2 / limits.VECTOR_PASS_S)
+        return bench.turn()
+
+    assert turn() == [40, 40]
+    bench.loop.tell(PromptsRead(True))
+    bench.ask("query", [3])
+    assert [turn() for _ in range(3)] == [[], [], []]
+    now[0] += limits.VECTOR_YIELD_S
+    # Whoever waits for one text goes first, also now.
+    assert turn() == [3]
+    assert [turn() for _ in range(3)] == [[], [], []]
+    now[0] += limits.VECTOR_YIELD_S
+    assert turn() == [40]
+    assert turn() == []
+    bench.loop.tell(PromptsRead(False))
+    assert [turn() for _ in range(3)] == [[40, 40]] * 3
+
+
+def test_prompts_that_follow_each_other_at_once_do_not_put_vectors_off(bench: VectorBench) -> None:
+    now = [1000.0]
+    bench.loop.monotonic = lambda: now[0]
+    bench.ask("corpus", [60] * 10)
+    bench.turn()
+    for _ in range(4):
+        bench.loop.tell(PromptsRead(True))
+        now[0] += limits.VECTOR_YIELD_S / 4
+        bench.loop.tell(PromptsRead(False))
+        bench.loop.tell(PromptsRead(True))
+        passed = bench.turn()
+    assert passed == [60]
+    assert len(bench.model.passes) == 2

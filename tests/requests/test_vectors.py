@@ -55,7 +55,7 @@ from fleetd.requests.metrics import Metrics
 from fleetd.requests.vectors import messages
 from fleetd.requests.vectors.job import MachineRun, TextsDone, VectorJob
 from fleetd.requests.vectors.machines import EncoderModel, VectorMachines
-from fleetd.requests.vectors.messages import VectorPart, texts_of
+from fleetd.requests.vectors.messages import TextsRequest, VectorPart, texts_of
 from fleetd.requests.vectors.part_answer import PartAnswer, floats
 from fleetd.requests.vectors.parts import Unclaimed, VectorMachine, shares
 from fleetd.requests.vectors.record import VectorRecord
@@ -210,6 +210,18 @@ def test_a_machine_that_chats_gets_a_small_part_only_if_no_other_works_and_then_
     (only,) = shares([chats], frozenset(), 100_000)
     assert only.tokens == limits.VECTOR_CHAT_PART_S * 1000.0
     assert shares([replace(chats, rests=True)], frozenset(), 100_000) == []
+
+
+def test_a_machine_that_has_much_to_do_already_gets_less_of_what_comes() -> None:
+    here, there = machine(THIS_NODE), machine("a", rtt_s=0.01)
+    assert named(shares([here, there], frozenset(), 20)) == [THIS_NODE]
+    assert named(shares([replace(here, queued=100.0), there], frozenset(), 20)) == ["a"]
+    full = replace(there, full=True)
+    assert named(shares([replace(here, queued=100.0), full], frozenset(), 20)) == [THIS_NODE]
+    assert shares([full], frozenset(), 20) == []
+    chats = machine(THIS_NODE, chats=True)
+    assert named(shares([replace(chats, queued=20.0)], frozenset(), 20)) == [THIS_NODE]
+    assert shares([replace(chats, queued=1000.0)], frozenset(), 20) == []
 
 
 # ---- one request -------------------------------------------------------------------------------------------
@@ -440,6 +452,53 @@ async def test_more_than_are_computed_at_once_wait_for_their_turn(monkeypatch: p
     found = [in_order(await each) for each in asked]
     assert [each for (each,) in found] == WANTED[:40]
     assert fleet.service.running() == []
+
+
+async def test_requests_of_one_text_are_spread_over_machines_by_their_speed() -> None:
+    """As programs send them: each text of a document in a request of its own, all of them at once."""
+    gate = asyncio.Event()
+    quick, slow = VectorPool(gate=gate), VectorPool(gate=gate)
+    fleet = Fleet(here=VectorPool(gate=gate), others={"quick": quick, "slow": slow})
+    here = fleet.here
+    assert here is not None
+    for name, tok_s in ((THIS_NODE, 1000.0), ("quick", 500.0), ("slow", 100.0)):
+        fleet.machines._tok_s[name, DIGEST] = tok_s
+    texts = [f"{'word ' * 20}{n}" for n in range(16)]
+    pools, given = (here, quick, slow), asyncio.Event()
+
+    def asks(request: TextsRequest) -> None:
+        if sum(len(pool.asked) for pool in pools) == len(texts):
+            given.set()
+
+    for pool in pools:
+        pool.on_ask = asks
+    jobs = [embed_job([text]) for text in texts]
+    asked = [asyncio.create_task(fleet.run(job)) for job in jobs]
+    await given.wait()
+    assert [len(pool.asked) for pool in pools] == [10, 5, 1]
+    gate.set()
+    assert [in_order(await each) for each in asked] == [[vector(text)] for text in texts]
+    assert {job.plan for job in jobs} == {"local; nodes=this", "remote; nodes=quick", "remote; nodes=slow"}
+    assert {job.exactness for job in jobs} == {"exact"}
+    assert not any(fleet.machines._given_tokens.values())
+    assert not any(fleet.machines._given_parts.values())
+
+
+async def test_one_other_machine_is_given_no_more_parts_than_it_takes() -> None:
+    pool = VectorPool(gate=asyncio.Event())
+    fleet = Fleet(here=None, others={"a": pool})
+    jobs = [embed_job([text]) for text in TEXTS[:40]]
+    asked = [asyncio.create_task(fleet.run(job)) for job in jobs]
+    await pool.begun.wait()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert len(pool.asked) == limits.VECTOR_PARTS_GIVEN
+    assert pool.gate is not None
+    pool.gate.set()
+    assert [found for each in asked for found in in_order(await each)] == WANTED[:40]
+    assert not any(job.lost for job in jobs)
+    # They waited for a machine, not for a chat.
+    assert not any(step.name == "left to chats" for trace in fleet.traces for step in trace.steps)
 
 
 # ---- what is written down ----------------------------------------------------------------------------------

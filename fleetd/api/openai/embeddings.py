@@ -25,6 +25,7 @@ from fleetd.api.vectors import answering
 from fleetd.api.vectors.answering import Instruction
 from fleetd.engine.protocol import EmbedTexts, Loading
 from fleetd.errors import InvalidValue
+from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.vectors.job import TextsDone, VectorJob
 from fleetd.requests.vectors.messages import texts_of
 from fleetd.requests.vectors.part_answer import Found, floats
@@ -137,7 +138,10 @@ def _texts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
 
 
 async def _streamed(request: web.Request, job: VectorJob, form: str) -> web.StreamResponse:
-    async with aclosing(answering.run(request, job)) as parts:
+    async with (
+        aclosing(answering.run(request, job)) as events,
+        aclosing(with_heartbeats(events, limits.SSE_KEEPALIVE_S)) as parts,
+    ):
         # The first one, so that an early refusal has a status of its own.
         first = await anext(parts, None)
         out = HttpStream(request, answering.headers(job, ended=False))
@@ -149,25 +153,40 @@ async def _send(
     out: HttpStream,
     job: VectorJob,
     first: Loading | TextsDone | None,
-    parts: AsyncGenerator[Loading | TextsDone, None],
+    parts: AsyncGenerator[Loading | TextsDone | None, None],
     form: str,
 ) -> None:
-    part, done = first, 0
-    total = len(texts_of(job.request))
-    while part is not None:
-        if isinstance(part, TextsDone):
-            done += len(part.texts)
-            data = await asyncio.to_thread(_embeddings, part.texts, part.found, form)
-            await out.send(EmbeddingsPart(data=data, done=done, total=total))
-        else:
-            await out.send(EmbeddingsPart(loading=part.stage, done=part.done, total=part.total))
-        part = await anext(parts, None)
+    done = await _told(out, job, first, 0, form)
+    async for part in parts:
+        done = await _told(out, job, part, done, form)
     usage = EmbeddingsUsage(job.tokens, job.tokens)
     await out.send(
         EmbeddingsPart(
-            done=done, total=total, model=job.name, usage=usage, plan=job.plan, exactness=job.exactness
+            done=done,
+            total=len(texts_of(job.request)),
+            model=job.name,
+            usage=usage,
+            plan=job.plan,
+            exactness=job.exactness,
         )
     )
+
+
+async def _told(
+    out: HttpStream, job: VectorJob, part: Loading | TextsDone | None, done: int, form: str
+) -> int:
+    """Send a part, or a comment if none has come for a while. ``done``: texts that had been told before;
+    returns how many are now."""
+    total = len(texts_of(job.request))
+    if part is None:
+        await out.comment(f"keepalive {done}/{total}")
+    elif isinstance(part, Loading):
+        await out.send(EmbeddingsPart(loading=part.stage, done=part.done, total=part.total))
+    else:
+        done += len(part.texts)
+        data = await asyncio.to_thread(_embeddings, part.texts, part.found, form)
+        await out.send(EmbeddingsPart(data=data, done=done, total=total))
+    return done
 
 
 def _embeddings(texts: Sequence[int], found: Sequence[Found], form: str) -> list[Embedding]:

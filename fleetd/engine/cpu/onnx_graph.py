@@ -40,50 +40,50 @@ def product(kernel: Kernel, inner: int, outputs: int, groups: int) -> bytes:
         "accuracy_level": _INT8,
     }
     attributes = b"".join(
-        _field(5, _field(1, name) + _field(3, size) + _field(20, _INT)) for name, size in sizes.items()
+        field(5, field(1, name) + field(3, size) + field(20, _INT)) for name, size in sizes.items()
     )
     main = _node("MatMulNBits", [X, WEIGHTS, SCALES, ZEROS], "main" if groups else Y, "com.microsoft")
     graph = [
-        _field(1, main + attributes),
-        _field(2, "product"),
-        _field(5, _outside(WEIGHTS, _UINT8, (outputs, blocks, kernel.block * kernel.bits // 8))),
-        _field(5, _outside(SCALES, _FLOAT, (outputs, blocks))),
-        _field(5, _outside(ZEROS, _UINT8, (outputs, -(-blocks * kernel.bits // 8)))),
-        _field(11, _rows(X, inner)),
-        _field(12, _rows(Y, outputs)),
+        field(1, main + attributes),
+        field(2, "product"),
+        field(5, _outside(WEIGHTS, _UINT8, (outputs, blocks, kernel.block * kernel.bits // 8))),
+        field(5, _outside(SCALES, _FLOAT, (outputs, blocks))),
+        field(5, _outside(ZEROS, _UINT8, (outputs, -(-blocks * kernel.bits // 8)))),
+        field(11, _rows(X, inner)),
+        field(12, _rows(Y, outputs)),
     ]
     if groups:
         graph += [
-            _field(1, _node("MatMul", [SUMS, REST], "more")),
-            _field(1, _node("Add", ["main", "more"], Y)),
-            _field(5, _outside(REST, _FLOAT, (groups, outputs))),
-            _field(11, _rows(SUMS, groups)),
+            field(1, _node("MatMul", [SUMS, REST], "more")),
+            field(1, _node("Add", ["main", "more"], Y)),
+            field(5, _outside(REST, _FLOAT, (groups, outputs))),
+            field(11, _rows(SUMS, groups)),
         ]
     domains = (("", _OPERATORS), ("com.microsoft", _CONTRIBUTED))
-    imports = (_field(8, _field(1, domain) + _field(2, version)) for domain, version in domains)
-    return b"".join((_field(1, _IR_VERSION), _field(7, b"".join(graph)), *imports))
+    imports = (field(8, field(1, domain) + field(2, version)) for domain, version in domains)
+    return b"".join((field(1, _IR_VERSION), field(7, b"".join(graph)), *imports))
 
 
 def _node(operator: str, inputs: Sequence[str], output: str, domain: str = "") -> bytes:
-    names = b"".join(_field(1, name) for name in inputs)
-    return names + _field(2, output) + _field(4, operator) + _field(7, domain)
+    names = b"".join(field(1, name) for name in inputs)
+    return names + field(2, output) + field(4, operator) + field(7, domain)
 
 
 def _outside(name: str, kind: int, shape: Sequence[int]) -> bytes:
     """A tensor whose bytes lie elsewhere; the file that is named is never opened."""
-    sizes = b"".join(_field(1, size) for size in shape)
-    place = _field(13, _field(1, "location") + _field(2, "memory"))
-    return sizes + _field(2, kind) + _field(8, name) + place + _field(14, _EXTERNAL)
+    sizes = b"".join(field(1, size) for size in shape)
+    place = field(13, field(1, "location") + field(2, "memory"))
+    return sizes + field(2, kind) + field(8, name) + place + field(14, _EXTERNAL)
 
 
 def _rows(name: str, width: int) -> bytes:
     """A tensor (any number, width) of f32 that goes in or comes out."""
-    shape = _field(1, _field(2, "rows")) + _field(1, _field(1, width))
-    return _field(1, name) + _field(2, _field(1, _field(1, _FLOAT) + _field(2, shape)))
+    shape = field(1, field(2, "rows")) + field(1, field(1, width))
+    return field(1, name) + field(2, field(1, field(1, _FLOAT) + field(2, shape)))
 
 
-def _field(number: int, value: int | str | bytes) -> bytes:
-    """A field of a protobuf message."""
+def field(number: int, value: int | str | bytes) -> bytes:
+    """A field of a protobuf message: a number, or bytes that are a text, a message or packed numbers."""
     if isinstance(value, int):
         return _varint(number << 3) + _varint(value)
     data = value.encode() if isinstance(value, str) else value

@@ -435,9 +435,18 @@ class EnginePool:
                     if isinstance(step, Loading):
                         yield step
                         continue
+                    # It may have been loaded while a prompt was read.
+                    self._tell_of_prompts()
                     async with aclosing(step.vectors(request)) as events:
                         async for event in events:
                             yield event
+
+    def _tell_of_prompts(self) -> None:
+        """Tell workers that make vectors whether a worker here reads a chat's prompt: that goes first."""
+        reading = any(worker.reads_prompts for worker in self._workers())
+        for worker in self._workers():
+            if worker.settings.purpose != "chat":
+                worker.prompts_read(reading)
 
     async def load(self, folder: ModelFolder, over: Collection[str] | None = None) -> None:
         """Load without a request. ``over`` and what it raises: as ``stream``."""
@@ -872,6 +881,7 @@ class EnginePool:
             "is_bounded": address_space.is_bounded(rules.accelerator),
             "restarts": self._deaths.get(wanted.name, 0),
             "on_work": self._end_idle_time,
+            "on_reading": self._tell_of_prompts,
         }
         if wanted.split == "tensors" and wanted.over and self.ranks is not None:
             ring = self.ranks(folder, sorted(wanted.over))

@@ -31,6 +31,7 @@ from fleetd.engine.protocol import (
     Assisted,
     AssistPrefill,
     Cancel,
+    Delta,
     DraftFor,
     DraftReport,
     EmbedTexts,
@@ -49,15 +50,19 @@ from fleetd.engine.protocol import (
     Prefill,
     PrefillAlone,
     PrefillWithHelpers,
+    PromptsRead,
     Question,
     Ready,
     RerankTexts,
+    Score,
     ScoringState,
     ServeStage,
     Shutdown,
     StreamTag,
     TakenElsewhere,
     Tokenized,
+    ToolCall,
+    ToolCallPiece,
     WriteNow,
 )
 from fleetd.engine.settings import WorkerSettings
@@ -87,6 +92,13 @@ def no_progress(step: object) -> None:
     """Progress that is not wanted."""
 
 
+def _reads_prompt(command: object) -> bool:
+    """True for what reads a prompt of a chat that somebody waits for, here or at another machine."""
+    return isinstance(command, AssistPrefill | Score) or (
+        isinstance(command, Generate) and not command.count_only
+    )
+
+
 class EngineProcess:
     """A worker for one model. Create, ``await start()``, ``stream`` any number of requests, ``await stop()``.
 
@@ -94,7 +106,7 @@ class EngineProcess:
     for so long is given up. ``is_bounded``: the worker itself bounds the memory of code over a publisher's
     files; else it is ended from here where that takes too much.
     ``on_exit`` is called once when the worker is gone, wanted or not; ``on_work`` whenever it is to do
-    something.
+    something; ``on_reading`` whenever ``reads_prompts`` has changed.
     """
 
     command: ClassVar[tuple[str, ...]] = (sys.executable, "-m", "fleetd.engine.worker")
@@ -109,6 +121,7 @@ class EngineProcess:
         is_bounded: bool = True,
         on_exit: Callable[[EngineProcess], None] | None = None,
         on_work: Callable[[], None] | None = None,
+        on_reading: Callable[[], None] | None = None,
     ) -> None:
         self.settings = settings
         self.state: EngineState = "loading"
@@ -122,6 +135,7 @@ class EngineProcess:
         self._watching: asyncio.Task[None] | None = None
         self.on_exit = on_exit
         self._on_work = on_work
+        self._on_reading = on_reading
         self._heartbeat = Heartbeat(0)
         self._taken_elsewhere = 0
         self._streams: dict[str, asyncio.Queue[Event | FleetError]] = {}
@@ -129,6 +143,10 @@ class EngineProcess:
         # accepted yet.
         self._preparing: dict[str, float] = {}
         self._unaccepted: set[str] = set()
+        # Requests whose prompt is being read, for a chat here or elsewhere; and what this worker was told of
+        # those of other workers.
+        self._reading: set[str] = set()
+        self._told_of_prompts = False
         self._changed = asyncio.Condition()
         self._progress_at = self._used_at = self._heard_at = asyncio.get_running_loop().time()
         self._stages.enter(self.loading.stage, self._progress_at)
@@ -394,6 +412,27 @@ class EngineProcess:
             self._taken_elsewhere = n_bytes
             self._send(TakenElsewhere(n_bytes))
 
+    @property
+    def reads_prompts(self) -> bool:
+        """True while it reads a chat's prompt: from the request to the first of its answer."""
+        return bool(self._reading)
+
+    def prompts_read(self, reading: bool) -> None:
+        """Tell a worker that makes vectors whether other workers read prompts of chats."""
+        if reading != self._told_of_prompts and self.state == "ready":
+            self._told_of_prompts = reading
+            self._send(PromptsRead(reading))
+
+    def _note_prompt(self, request_id: str, reading: bool) -> None:
+        """A prompt begins or ends to be read."""
+        before = self.reads_prompts
+        if reading:
+            self._reading.add(request_id)
+        else:
+            self._reading.discard(request_id)
+        if self.reads_prompts != before and self._on_reading is not None:
+            self._on_reading()
+
     def forget_origins(self, labels: list[str]) -> None:
         """Let the worker throw away what it keeps of prompts under these labels."""
         self._send(ForgetOrigins(labels))
@@ -434,6 +473,8 @@ class EngineProcess:
             self._preparing[command.id] = now
             self._unaccepted.add(command.id)
             self._watch_memory()
+        if _reads_prompt(command):
+            self._note_prompt(command.id, True)
         done = False
         try:
             self._writer.write(protocol.encode(command))
@@ -447,6 +488,8 @@ class EngineProcess:
                     done = True
                     raise from_code(event.code, event.message, hint=event.hint, param=event.param)
                 done = isinstance(event, last)
+                if isinstance(event, Delta | ToolCallPiece | ToolCall):
+                    self._note_prompt(command.id, False)
                 yield event
         except ConnectionError as error:
             done = True
@@ -455,6 +498,7 @@ class EngineProcess:
             self._streams.pop(command.id, None)
             self._preparing.pop(command.id, None)
             self._unaccepted.discard(command.id)
+            self._note_prompt(command.id, False)
             self._used_at = asyncio.get_running_loop().time()
             if not done:
                 self._send(Cancel(command.id))

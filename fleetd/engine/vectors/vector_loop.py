@@ -5,10 +5,14 @@
 A pass takes texts of all requests in turn, up to as many tokens as the load has measured to be quick: so a
 cancel, and a request with one short text, never wait for more than one pass. Requests in the background are
 taken from only while there are no others.
+
+While another worker of this machine reads a chat's prompt, one pass a second begins, half as long as usual:
+the chat has the machine, and vectors do not come to a stop.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import socket
 import time
@@ -25,6 +29,7 @@ from fleetd.engine.protocol import (
     Finished,
     FreeMemory,
     Heartbeat,
+    PromptsRead,
     Report,
     StreamTag,
     Usage,
@@ -34,7 +39,7 @@ from fleetd.engine.vectors.vector_model import VectorModel, VectorRequest
 # How far the pace of one pass moves what is expected of the next.
 _LEARNED = 0.2
 
-Item = VectorRequest | Cancel | FreeMemory | object
+Item = VectorRequest | Cancel | FreeMemory | PromptsRead | object
 
 
 class VectorTask:
@@ -86,10 +91,14 @@ class VectorLoop:
     # How many the model reads in a second, as measured at its load; passes correct it.
     tokens_per_s: float
     emit: Callable[[Report], None]
+    monotonic: Callable[[], float] = time.monotonic
     steps: int = field(default=0, init=False)
     _tasks: list[VectorTask] = field(default_factory=list, init=False)
     _items: queue.SimpleQueue[Item | None] = field(default_factory=queue.SimpleQueue, init=False)
     _heartbeat_at: float = field(default=0.0, init=False)
+    # True while other workers read prompts of chats; and when the last pass ended.
+    _yields: bool = field(default=False, init=False)
+    _passed_at: float = field(default=-math.inf, init=False)
 
     # ---- from other threads ----------------------------------------------------------------------------
 
@@ -116,8 +125,9 @@ class VectorLoop:
             if item is None:
                 return False
             self._take_item(item)
-        if self._tasks:
+        if self._tasks and not self._waits_s:
             self._pass()
+            self._passed_at = self.monotonic()
             if not self._tasks:
                 # Passes are of all sizes: what was kept of their buffers fits no later one.
                 mx.clear_cache()
@@ -125,22 +135,31 @@ class VectorLoop:
 
     def heartbeat(self) -> None:
         """Report the figures, if it is time for that."""
-        now = time.monotonic()
+        now = self.monotonic()
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + limits.ENGINE_BEAT_S
             memory = mx.get_active_memory()
             self.emit(Heartbeat(self.steps, prefilling=len(self._tasks), memory_bytes=memory))
 
     def _arrived(self) -> list[Item | None]:
-        """All that has arrived; if there is no work, what arrives first before the next heartbeat."""
+        """All that has arrived; if no pass may begin, what arrives first before one may or the next
+        heartbeat."""
         found: list[Item | None] = []
+        idle_s = self._waits_s if self._tasks else limits.ENGINE_BEAT_S
         try:
-            if not self._tasks:
-                found.append(self._items.get(timeout=limits.ENGINE_BEAT_S))
+            if idle_s:
+                found.append(self._items.get(timeout=min(idle_s, limits.ENGINE_BEAT_S)))
             while True:
                 found.append(self._items.get_nowait())
         except queue.Empty:
             return found
+
+    @property
+    def _waits_s(self) -> float:
+        """Seconds until a pass may begin."""
+        if not self._yields:
+            return 0.0
+        return max(0.0, self._passed_at + limits.VECTOR_YIELD_S - self.monotonic())
 
     def _take_item(self, item: Item) -> None:
         match item:
@@ -154,6 +173,8 @@ class VectorLoop:
                 for task in [task for task in self._tasks if task.id == request_id]:
                     self._tasks.remove(task)
                     self.emit(Finished(request_id, "cancelled"))
+            case PromptsRead(reading):
+                self._yields = reading
             case FreeMemory():
                 mx.clear_cache()
                 self._heartbeat_at = 0.0
@@ -183,9 +204,10 @@ class VectorLoop:
 
     @property
     def pass_tokens(self) -> int:
-        """Tokens of a pass that takes about ``limits.VECTOR_PASS_S``."""
+        """Tokens of a pass that takes about ``limits.VECTOR_PASS_S``, beside a prompt half of that."""
         least, most = limits.VECTOR_PASS_TOKENS
-        return min(most, max(least, int(self.tokens_per_s * limits.VECTOR_PASS_S)))
+        seconds = limits.VECTOR_PASS_S / 2 if self._yields else limits.VECTOR_PASS_S
+        return min(most, max(least, int(self.tokens_per_s * seconds)))
 
     def _next_texts(self) -> list[tuple[VectorTask, int]]:
         """Texts of one pass, the shorter ones first. The requests take turns in being the first."""

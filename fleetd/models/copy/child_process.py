@@ -14,6 +14,7 @@ from queue import SimpleQueue
 
 from fleetd.errors import DownloadFailed, FleetError, ProtocolError
 from fleetd.models.reporter import Reporter
+from fleetd.process import priority
 from fleetd.sealed import handoff
 
 # Copying is not urgent: it must not take cores from an engine.
@@ -52,7 +53,7 @@ class DaemonLines:
 
 def run(work: Callable[[DaemonLines, Reporter], str]) -> int:
     """The process's main function: do ``work`` and report its result or error. Returns the exit status."""
-    os.nice(_NICE)
+    priority.yield_cores(_NICE)
     reporter = Reporter(as_json=True)
     try:
         name = work(DaemonLines(), reporter)

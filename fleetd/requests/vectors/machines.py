@@ -7,6 +7,7 @@ a finished part ──learn──► tokens per second, for the next parts
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -27,7 +28,7 @@ from fleetd.requests.vectors.parts import VectorMachine
 
 # Weight of the newest part in a machine's speed.
 _NEWEST = 0.3
-# Parts of fewer tokens say little about speed.
+# Parts of fewer tokens say little about speed, as do those that wait behind others.
 _TELLING_TOKENS = 128
 _PRIOR_TOK_S = 2000.0
 
@@ -64,6 +65,9 @@ class VectorMachines:
         self._monotonic = monotonic
         # Tokens per second, by node id and model.
         self._tok_s: dict[tuple[str, str], float] = {}
+        # What requests have given each machine and wait for, by node id: tokens, about, and parts.
+        self._given_tokens: Counter[str] = Counter()
+        self._given_parts: Counter[str] = Counter()
         # By node id: until when a machine that answers a chat is left to that.
         self._rests_until_s: dict[str, float] = {}
 
@@ -112,6 +116,7 @@ class VectorMachines:
             member.name,
             self._speed(member, card, model),
             load_s=0.0 if self._pool.engine(folder) is not None else self._pool.load_s(folder),
+            queued=self._given_tokens[member.node_id],
             chats=self._members.requests_at(THIS_NODE).requests > 0,
             rests=self._rests(THIS_NODE),
             kind=_kind(member, card),
@@ -124,6 +129,8 @@ class VectorMachines:
             self._speed(member, card, model),
             load_s=0.0 if card.state == "loaded" else expected_load_s(card),
             rtt_s=member.rtt_s,
+            queued=self._given_tokens[member.node_id],
+            full=self._given_parts[member.node_id] >= limits.VECTOR_PARTS_GIVEN,
             chats=member.card.running + member.card.waiting > 0,
             rests=self._rests(member.node_id),
             kind=_kind(member, card),
@@ -142,11 +149,23 @@ class VectorMachines:
     def _rests(self, node_id: str) -> bool:
         return self._monotonic() < self._rests_until_s.get(node_id, 0.0)
 
+    def gives(self, machine: VectorMachine, tokens: int) -> None:
+        """A machine is given a part of about so many tokens."""
+        self._given_tokens[machine.node_id] += tokens
+        self._given_parts[machine.node_id] += 1
+
+    def returns(self, machine: VectorMachine, tokens: int) -> None:
+        """A machine has that part no more: it has answered, has failed, or need not answer."""
+        self._given_tokens[machine.node_id] -= tokens
+        self._given_parts[machine.node_id] -= 1
+
     def learn(self, machine: VectorMachine, model: EncoderModel, tokens: int, seconds: float) -> None:
         """A machine has computed a part; beside a chat it now rests, so that the chat has the machine."""
         if machine.chats:
-            self._rests_until_s[machine.node_id] = self._monotonic() + limits.VECTOR_REST * seconds
-        elif tokens >= _TELLING_TOKENS and seconds > 0:
+            # Without the time in which the engine itself left the machine to a prompt.
+            computed_s = min(seconds, max(limits.VECTOR_PASS_S, tokens / machine.tok_s))
+            self._rests_until_s[machine.node_id] = self._monotonic() + limits.VECTOR_REST * computed_s
+        elif tokens >= _TELLING_TOKENS and seconds > 0 and not machine.queued:
             key = (machine.node_id, model.key)
             newest = tokens / seconds
             known = self._tok_s.get(key, newest)

@@ -2,8 +2,9 @@
 
     texts ──longest first──► Unclaimed ──take──► a part for each machine that is worth it
 
-A machine gets one part at a time, of about ``limits.VECTOR_PART_S`` by its measured speed, so that a fast one
-takes more parts, one that fails loses little, and a chat that begins waits for no more than a part.
+A machine gets one part of a request at a time, of about ``limits.VECTOR_PART_S`` by its measured speed, so
+that a fast one takes more parts, and one that fails loses little. What it was given of other requests counts:
+many requests of one text each are spread as one request of many texts is.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class VectorMachine(msgspec.Struct, frozen=True):
     load_s: float = 0.0
     # Seconds of a round trip; 0 for this machine.
     rtt_s: float = 0.0
+    # Tokens that other requests of this machine have given it and wait for, and whether it takes no more of
+    # them now.
+    queued: float = 0.0
+    full: bool = False
     # True while it answers a chat.
     chats: bool = False
     # True if it was just given a part beside a chat, and is left to that for a while.
@@ -43,8 +48,8 @@ class VectorMachine(msgspec.Struct, frozen=True):
         return self.node_id == THIS_NODE
 
     def seconds(self, tokens: float) -> float:
-        """Until it has computed so many tokens."""
-        return self.load_s + self.rtt_s + tokens / self.tok_s
+        """Until it has computed so many tokens, after what it was given before."""
+        return self.load_s + self.rtt_s + (self.queued + tokens) / self.tok_s
 
 
 class Unclaimed:
@@ -92,7 +97,7 @@ def shares(machines: Sequence[VectorMachine], working: frozenset[str], left: int
     """The machines that get a part now.
 
     A machine joins if it would end its part before the others had done everything without it. One that
-    answers a chat gets a small part, and only if no other machine works.
+    answers a chat gets a small part, and only if no other machine works and it has done what it was given.
 
     Args:
         machines: all that could, those that work among them.
@@ -100,7 +105,7 @@ def shares(machines: Sequence[VectorMachine], working: frozenset[str], left: int
         left: tokens that are unclaimed.
     """
     rate = sum(machine.tok_s for machine in machines if machine.node_id in working)
-    free = [machine for machine in machines if machine.node_id not in working]
+    free = [machine for machine in machines if machine.node_id not in working and not machine.full]
     idle = sorted((each for each in free if not each.chats), key=lambda each: each.seconds(left))
     found: list[VectorMachine] = []
     for machine in idle:
@@ -109,7 +114,9 @@ def shares(machines: Sequence[VectorMachine], working: frozenset[str], left: int
         rate += machine.tok_s
         found.append(machine)
     if not found and not working:
+        # Of all requests together it has little more than one part.
         chatting = [each for each in free if each.chats and not each.rests]
+        chatting = [each for each in chatting if each.queued < limits.VECTOR_CHAT_PART_S * each.tok_s]
         best = min(chatting, key=lambda each: each.seconds(left), default=None)
         return [] if best is None else [Share(best, limits.VECTOR_CHAT_PART_S * best.tok_s)]
     several = len(found) + len(working) > 1

@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -131,6 +131,8 @@ class VectorService:
         self._open: dict[VectorJob, VectorRecord] = {}
         self._held = 0
         self._turns = asyncio.Semaphore(limits.VECTOR_JOBS)
+        # Set once any part is over, and then another one.
+        self._part_over = asyncio.Event()
 
     def running(self) -> list[RunningRequest]:
         """The jobs that have not ended, as the page shows them."""
@@ -225,12 +227,8 @@ class VectorService:
         try:
             while spread.unclaimed or spread.running:
                 self._hand_out(spread)
-                if not spread.running and not self._able(spread):
-                    raise spread.failure
                 if not spread.running:
-                    began_s = self._monotonic()
-                    await asyncio.sleep(_LOOK_S)
-                    spread.record.left_to_chats(began_s, self._monotonic())
+                    await self._wait_for_machine(spread)
                     continue
                 done, _ = await asyncio.wait(
                     spread.running, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
@@ -243,6 +241,17 @@ class VectorService:
                     yield told
         finally:
             await cancel_all(spread.running)
+
+    async def _wait_for_machine(self, spread: _Spread) -> None:
+        """Wait a little, as no machine may be given a part now. Raises FleetError if there is none."""
+        able = self._able(spread)
+        if not able:
+            raise spread.failure
+        began_s = self._monotonic()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._part_over.wait(), _LOOK_S)
+        if any(machine.chats for machine in able):
+            spread.record.left_to_chats(began_s, self._monotonic())
 
     def _able(self, spread: _Spread) -> list[VectorMachine]:
         able = self._machines.able(spread.job, spread.model, spread.lost)
@@ -275,6 +284,14 @@ class VectorService:
         request = spread.job.part(texts, f"{spread.job.id}.{next(spread.numbers)}")
         task = asyncio.create_task(self._ask(spread, part, request))
         spread.running[task] = part
+        self._machines.gives(machine, part.estimate)
+        task.add_done_callback(partial(self._returned, part))
+
+    def _returned(self, part: _GivenPart, task: asyncio.Task[PartAnswer]) -> None:
+        """A part is over, however it has ended: requests that wait for a machine look again."""
+        self._machines.returns(part.machine, part.estimate)
+        over, self._part_over = self._part_over, asyncio.Event()
+        over.set()
 
     def _ended(self, spread: _Spread, task: asyncio.Task[PartAnswer]) -> TextsDone | None:
         """What a part's task has come to; None if it failed. Raises FleetError if others would fail too."""
