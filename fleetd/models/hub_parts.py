@@ -1,9 +1,9 @@
 """Parts of models that came from the hub, without the whole model: what there is of each, and where.
 
-MODELS/.parts/DIGEST-hub/    as ``parts`` has them, and ``fleetd-hub.json``: where the tensors are on the hub
+MODELS/.parts/DIGEST-hub/    as ``parts`` has them, and ``fleetd-hub.json``: where the hub has the tensors
 
-The digest is that of what the hub lists: repository, commit, and name, size and hash of each file. Whole files
-have another one, by their bytes. All machines ask the hub for the same commit, so none believes another.
+The digest is that of what the hub lists: repository, commit, and name, size and hash of each file. Whole
+files have another one, by their bytes. All machines ask the hub for the same commit: none believes another.
 """
 
 from __future__ import annotations

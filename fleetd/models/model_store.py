@@ -196,7 +196,9 @@ class ModelStore:
             (
                 folder
                 for folder in self.installed()
-                if folder.source == "hub" and folder.revision == at.commit and _hub_id(folder.name) == at.hub_id
+                if folder.source == "hub"
+                and folder.revision == at.commit
+                and _hub_id(folder.name) == at.hub_id
             ),
             None,
         )

@@ -24,6 +24,7 @@ from fleetd.models.layer_files import PARTS, name_of
 from fleetd.storage.durable import sync_file, sync_folder
 
 _DIGEST_CHARS, _SOURCE_CHARS = 32, 16
+_LAYER_BEGINS = name_of(0).partition("0")[0]
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -55,6 +56,13 @@ def find(path: Path) -> Part | None:
     except ModelCorrupt:
         known = None
     return Part(path, known) if known is not None else None
+
+
+def layers_in(path: Path) -> int:
+    """How many layers a part has."""
+    part = find(path)
+    names = part.known.files if part is not None else {}
+    return sum(name.startswith(_LAYER_BEGINS) for name in names)
 
 
 def is_own(path: Path) -> bool:

@@ -32,7 +32,7 @@ async def pull(ref: str, models_dir: Path, hub_cache: Path | None) -> AsyncGener
 
 
 async def pull_part(order: HubPartOrder, models_dir: Path) -> AsyncGenerator[PullProgress, None]:
-    """Bring layers of a model of the hub; nothing is asked of the hub if they are here. Raises as ``pull``."""
+    """Bring layers of a model of the hub, which is asked for what is not here. Raises as ``pull``."""
     raw = msgspec.json.encode(order).decode()
     what = f"The download of layers of {order.hub_id}"
     steps = _pulling("part_process", [f"--models-dir={models_dir}", "--", raw], what, "Try again.")

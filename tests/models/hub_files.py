@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,12 @@ from model_files import make_folder
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+@cache
+def sha256(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
+
+
+@cache
 def git_sha1(raw: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(raw) + raw, usedforsecurity=False).hexdigest()
 
@@ -123,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
                 entry: dict[str, Any] = {"rfilename": name, "size": len(raw), "blobId": git_sha1(raw)}
                 if name.endswith(".safetensors"):
                     entry["lfs"] = {
-                        "sha256": hashlib.sha256(raw).hexdigest(),
+                        "sha256": sha256(raw),
                         "size": len(raw),
                         "pointerSize": 130,
                     }
@@ -144,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
         start, behind = int(first or 0), min(len(raw), int(last) + 1) if last else len(raw)
         headers = {"ETag": f'"{git_sha1(raw)}"', "X-Repo-Commit": self.hub.commit, "Accept-Ranges": "bytes"}
         if name.endswith(".safetensors"):
-            tag = self.hub.tagged.get(name, hashlib.sha256(raw).hexdigest())
+            tag = self.hub.tagged.get(name, sha256(raw))
             headers["X-Linked-Etag"] = f'"{tag}"'
         is_part = bool(start or last) and bool(wanted)
         if is_part:

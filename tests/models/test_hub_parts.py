@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from hub_files import COMMIT, Hub, git_sha1, serving
+from huggingface_hub import constants
 from model_files import make_folder, write_weights
 
 from fleetd.errors import DiskFull, DownloadFailed, ModelCorrupt, ModelNotFound, ModelUnsupported
@@ -43,7 +45,11 @@ def remote(tmp_path: Path) -> Path:
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, remote: Path) -> Iterator[Hub]:
     with serving() as server:
         server.models[HUB_ID] = {file.name: file.read_bytes() for file in remote.iterdir()}
+        # Of the process that brings layers, and of this one, which has read its own when it was imported.
         monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
         monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
         for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
@@ -52,8 +58,10 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, remote: Path) -> Iterat
 
 
 async def brought(store: ModelStore, order: HubPartOrder) -> list[PullProgress]:
-    async with aclosing(store.pull_part(order)) as steps:
-        return [step async for step in steps]
+    """The process's steps, in this process: to import the hub's library takes seconds."""
+    steps: list[PullProgress] = []
+    await asyncio.to_thread(hub_part.pull_part, order, store.models_dir, steps.append)
+    return steps
 
 
 async def outlined(store: ModelStore) -> HubPartOrder:
@@ -86,7 +94,9 @@ def contents(path: Path) -> dict[str, bytes]:
     }
 
 
-async def test_an_outline_is_no_model_and_knows_the_whole_one(store: ModelStore, hub: Hub, remote: Path) -> None:
+async def test_an_outline_is_no_model_and_knows_the_whole_one(
+    store: ModelStore, hub: Hub, remote: Path
+) -> None:
     order = await outlined(store)
     folder = store.in_part(HUB_ID)
     assert (folder.name, folder.source, folder.revision) == (HUB_ID, "part", COMMIT)
@@ -154,7 +164,8 @@ async def test_other_layers_are_added_and_a_member_needs_no_ends(store: ModelSto
     await brought(store, of_layers(order, 2, 4))
     assert hub.asked == []
     await brought(store, of_layers(order, 1, 4))
-    assert {wanted for _, wanted in hub.asked} and all(wanted for _, wanted in hub.asked)
+    assert hub.asked
+    assert all(wanted for _, wanted in hub.asked)
     verify(path, full=True)
     # Once this machine is to answer with it, it is its own.
     await outlined(store)
@@ -176,7 +187,7 @@ async def test_layers_that_have_arrived_stay_when_it_is_stopped(store: ModelStor
     order = await outlined(store)
     hub.stall_after = {SHARDS[1]: 10}
     steps = store.pull_part(of_layers(order, 0, 4))
-    task = asyncio.create_task(anext_until_stalled(steps))
+    task = asyncio.create_task(ended(steps))
     await asyncio.to_thread(hub.stalled.wait, 30)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -192,8 +203,8 @@ async def test_layers_that_have_arrived_stay_when_it_is_stopped(store: ModelStor
     assert layer_files.has_layers(place(store), 0, 4)
 
 
-async def anext_until_stalled(steps: object) -> None:
-    async for _ in steps:  # type: ignore[attr-defined]
+async def ended(steps: AsyncGenerator[PullProgress, None]) -> None:
+    async for _ in steps:
         pass
 
 
@@ -233,7 +244,8 @@ async def test_without_a_hub_what_is_here_is_used(
 ) -> None:
     order = await outlined(store)
     await brought(store, of_layers(order, 0, 2, own=True))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "is_offline_mode", lambda: True)
     await brought(store, of_layers(order, 0, 2, own=True))
     await outlined(store)
     with pytest.raises(DownloadFailed, match="HF_HUB_OFFLINE"):
@@ -300,7 +312,12 @@ def test_the_listing_decides_the_digest() -> None:
     file = hub_parts.RemoteFile("config.json", 2, None, git_sha1(b"{}"), "config.json")
     at = hub_parts.HubCommit(HUB_ID, COMMIT)
     one = hub_parts.HubListing(at, [file])
-    change: Callable[..., hub_parts.RemoteFile] = lambda **fields: msgspec.structs.replace(file, **fields)  # noqa: E731
-    others = [change(size_bytes=3), change(git_sha1=None), change(sha256="0" * 64), change(path="a/config.json")]
+    changes: list[dict[str, Any]] = [
+        {"size_bytes": 3},
+        {"git_sha1": None},
+        {"sha256": "0" * 64},
+        {"path": "a/config.json"},
+    ]
+    others = [msgspec.structs.replace(file, **fields) for fields in changes]
     digests = {hub_parts.HubListing(at, [each]).digest for each in others}
     assert len(digests | {one.digest}) == 5

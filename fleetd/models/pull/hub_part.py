@@ -3,8 +3,8 @@
 outline     config and tokenizer, each checked by its hash; dtype, shape and place of all tensors
 layers      a file each (``layer_files``), put together from ranges of the hub's files
 
-The hashes of weights are those of whole files and say nothing of a range. What guards a range is TLS, the
-commit and the hash that the hub names with it; from then on it is the hash of each layer's file as it arrived.
+The hashes of weights are those of whole files and say nothing of a range. What guards a range is TLS, and the
+commit and the hash that the hub names with it; from then on the hash of each layer's file as it arrived.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ def _listed(order: HubPartOrder, models_dir: Path) -> HubListing:
             f"{order.hub_id} has its weights as GGUF, which is imported whole.",
             hint=f"Get all of it: fleetctl models pull {order.hub_id}",
         )
-    kept = [file for file in files if manifest.is_part(file.name) and not layer_files.is_layer_file(file.name)]
+    kept = [
+        file for file in files if manifest.is_part(file.name) and not layer_files.is_layer_file(file.name)
+    ]
     return HubListing(HubCommit(order.hub_id, commit), kept)
 
 
-def _outlined(
-    listing: HubListing, place: Path, order: HubPartOrder, report: Report
-) -> tuple[Part, HubPart]:
+def _outlined(listing: HubListing, place: Path, order: HubPartOrder, report: Report) -> tuple[Part, HubPart]:
     """The part with all that is no weights."""
     at = listing.at
     own = order.own or parts.is_own(place)
@@ -127,7 +127,9 @@ def _outlined(
         for file in small:
             if file.name not in part.known.files:
                 hub.fetch(at.hub_id, at.commit, file, place, _quiet(file, report))
-                part = parts.with_file(part, place / file.name, file.name, manifest.hash_file(place / file.name))
+                part = parts.with_file(
+                    part, place / file.name, file.name, manifest.hash_file(place / file.name)
+                )
         check_configs(place)
         if hub_parts.FILE_NAME not in part.known.files or layer_files.TABLE_NAME not in part.known.files:
             tensors = _tensors(listing, report)
@@ -142,7 +144,9 @@ def _outlined(
 
 def _quiet(file: RemoteFile, report: Report) -> Any:
     def advance(done: int) -> None:
-        report(PullProgress(file=file.name, done_bytes=done, total_bytes=file.size_bytes, stage="downloading"))
+        report(
+            PullProgress(file=file.name, done_bytes=done, total_bytes=file.size_bytes, stage="downloading")
+        )
 
     return advance
 

@@ -1,6 +1,7 @@
-"""The process that brings layers of a model from the hub: ``python -m fleetd.models.pull.part_process ORDER``.
+"""The process that brings layers of a model from the hub: ``python -m fleetd.models.pull.part_process``.
 
-``ORDER`` is a ``HubPartOrder`` as JSON. Each line of its output is a ``PullLine``; the last one names the folder.
+Its argument is a ``HubPartOrder`` as JSON. Each line of its output is a ``PullLine``; the last one names the
+folder.
 """
 
 from __future__ import annotations

@@ -100,7 +100,9 @@ def _one(
         "GET", address, headers=asked, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
     ) as answer:
         if answer.status_code in _PASSING:
-            raise _PassingError(f"The hub answered with status {answer.status_code}.", hint="Try again later.")
+            raise _PassingError(
+                f"The hub answered with status {answer.status_code}.", hint="Try again later."
+            )
         hf_raise_for_status(answer)
         _check(at, file, begin, end, answer)
         left = end - begin
@@ -134,7 +136,9 @@ def _check(at: HubCommit, file: RemoteFile, begin: int, end: int, answer: Any) -
         )
 
 
-def write(at: HubCommit, file: RemoteFile, wanted: RemoteRange, out: Any, advance: Callable[[int], None]) -> None:
+def write(
+    at: HubCommit, file: RemoteFile, wanted: RemoteRange, out: Any, advance: Callable[[int], None]
+) -> None:
     """Write what is wanted of a range to a file that can seek. ``advance`` is told the bytes of each piece
     that were written. Raises as ``read``."""
     pieces = read(at, file, wanted.begin, wanted.end)

@@ -31,9 +31,10 @@ from fleetd.engine.protocol import (
     StreamTag,
 )
 from fleetd.errors import EngineDied, ModelNotFound, NotFound
-from fleetd.models import file_threads, parts
+from fleetd.models import file_threads, hub_parts, parts
 from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
+from fleetd.models.hub_parts import HubCommit, HubPartOrder
 from fleetd.models.memory_need import WeightRules, layer_bytes
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.session.transport import PeerStream
@@ -202,7 +203,10 @@ class StageServer:
             self._held.pop(group).freed.set()
 
     async def _folder(self, peer: str, ask: StageQuestion, stream: PeerStream) -> ModelFolder:
-        """The model that this machine has, else the layers of it, which are fetched from ``peer``."""
+        """The model that this machine has, else the layers of it, which are fetched from ``peer``, or from
+        the hub if that has them from there, too."""
+        if ask.hub is not None:
+            return await self._of_hub(ask, ask.hub, stream)
         try:
             return await self._context.model_by_digest(ask.model, ask.digest)
         except ModelNotFound:
@@ -215,6 +219,18 @@ class StageServer:
         path = self._copies.part_path(peer, ask.digest)
         # Another model may have its name here.
         return await file_threads.look(parts.folder, path, f"{ask.model}~{ask.digest[:8]}")
+
+    async def _of_hub(self, ask: StageQuestion, at: HubCommit, stream: PeerStream) -> ModelFolder:
+        """The whole model if this machine has it, else the layers, which are fetched from the hub."""
+        models = self._context.models
+        if (whole := await file_threads.look(models.at_commit, at)) is not None:
+            return whole
+        order = HubPartOrder(at.hub_id, at.commit, ask.digest, ask.first, ask.last)
+        async with aclosing(models.pull_part(order)) as steps:
+            async for step in steps:
+                stream.send(messages.encode(StageTold(step.stage, step.done_bytes, step.total_bytes)))
+        path = hub_parts.place(models.models_dir, ask.digest)
+        return await file_threads.look(parts.folder, path, f"{at.name}~{ask.digest[:8]}")
 
     async def close(self) -> None:
         """End what still runs in the background."""

@@ -1,0 +1,131 @@
+"""A group of machines none of which has the model: each fetches its own layers from the hub, and no others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_programs import Programs
+from hub_files import Hub, serving
+from live_daemon import LiveDaemon, text_of, until
+from live_fleet import LiveFleet
+
+from fleetd.models import layer_files
+
+pytestmark = [pytest.mark.model, pytest.mark.one_loop, pytest.mark.timeout(400)]
+
+SMOL, HUB_ID = "smollm2-135m", "org/smol"
+#: Its weights take 166 MB in int8, beside 537 MB to work with.
+COMMON = {"FLEETD_ENGINE_CPU_ARITHMETIC": "int8", "FLEETD_ENGINE_THREADS": "1"}
+SETTINGS = {**COMMON, "FLEETD_ENGINE_MAX_MEMORY_BYTES": "695000000"}
+TOGETHER = {"model": HUB_ID, "placement": ["this", "beta"], "stream": True}
+
+
+@pytest.fixture(scope="module")
+def hub(live_models: Path) -> Iterator[Hub]:
+    with serving() as server:
+        server.models[HUB_ID] = {
+            file.name: file.read_bytes()
+            for file in (live_models / SMOL).iterdir()
+            if file.name != "fleetd-manifest.json"
+        }
+        yield server
+
+
+@pytest.fixture
+def pair(hub: Hub, short_dir: Path, programs: Programs, tmp_path: Path) -> Iterator[LiveFleet]:
+    settings = {
+        name: {
+            **SETTINGS,
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / name),
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_OFFLINE": "0",
+        }
+        for name in ("alpha", "beta")
+    }
+    with LiveFleet(
+        short_dir / "of-hub", {"alpha": [], "beta": []}, settings=settings, programs=programs
+    ) as fleet:
+        fleet.until_usable()
+        yield fleet
+
+
+def answer(daemon: LiveDaemon, model: str) -> str:
+    with daemon.stream(model, "Tell me of a fox.", max_tokens=24, temperature=0) as events:
+        return "".join(text_of(event) for event in checked(events))
+
+
+def checked(events: Any) -> Iterator[Any]:
+    for event in events:
+        assert "error" not in event, event
+        yield event
+
+
+def part_of(fleet: LiveFleet, name: str) -> Path:
+    (place,) = (fleet.models_dir(name) / layer_files.PARTS).iterdir()
+    return place
+
+
+def weights(place: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in place.glob("*.safetensors")}
+
+
+def test_each_machine_fetches_its_share_from_the_hub_and_the_answer_is_that_of_the_whole(
+    pair: LiveFleet, hub: Hub, live_models: Path, short_dir: Path, programs: Programs
+) -> None:
+    with LiveFleet(
+        short_dir / "of-one", {"whole": [live_models / SMOL]}, settings={"whole": COMMON}, programs=programs
+    ) as fleet:
+        expected = answer(fleet["whole"], SMOL)
+    alpha = pair["alpha"]
+    seen: set[tuple[str, str]] = set()
+    with alpha.control_events("/fleet/v1/models/load", TOGETHER) as events:
+        for event in checked(events):
+            seen |= {(member["name"], member["stage"]) for member in event.get("members", [])}
+    assert {("this", "downloading"), ("beta", "downloading")} <= seen
+    (front,) = [engine for engine in alpha.status()["engines"] if engine["members"]]
+    first = front["members"][0]["first"]
+    total = front["members"][-1]["last"]
+    here, there = weights(part_of(pair, "alpha")), weights(part_of(pair, "beta"))
+    assert set(here) == {layer_files.ENDS_NAME, *map(layer_files.name_of, range(first))}
+    assert set(there) == set(map(layer_files.name_of, range(first, total)))
+    # No byte of a weight is on two machines, and none was asked for twice: what lies between two that are
+    # wanted comes along, and the headers.
+    whole = sum(file.stat().st_size for file in (live_models / SMOL).glob("*.safetensors"))
+    assert sum([*here.values(), *there.values()]) == pytest.approx(whole, rel=0.001)
+    assert answer(alpha, HUB_ID) == expected
+    # It is no model of either machine.
+    assert not pair.peers("alpha")["beta"]["models"]
+    assert not [model for model in alpha.control("GET", "/fleet/v1/models")["installed"]]
+    # Loaded again, nothing is fetched.
+    alpha.control("POST", "/fleet/v1/models/unload", {"model": HUB_ID})
+    hub.asked.clear()
+    assert answer(alpha, HUB_ID) == expected
+    assert hub.asked == []
+
+
+def test_a_hub_that_breaks_off_costs_no_layer_twice(pair: LiveFleet, hub: Hub) -> None:
+    alpha = pair["alpha"]
+    hub.cut_after = {"model.safetensors": 1 << 20}
+    hub.asked.clear()
+    alpha.control("POST", "/fleet/v1/models/load", {**TOGETHER, "stream": False})
+    assert answer(alpha, HUB_ID)
+    held = [weights(part_of(pair, name)) for name in ("alpha", "beta")]
+    assert not set(held[0]) & set(held[1])
+
+
+def test_a_machine_without_the_hub_is_named(pair: LiveFleet, hub: Hub, tmp_path: Path) -> None:
+    pair["beta"].restart(HF_HUB_OFFLINE="1")
+    pair.until_usable()
+    alpha = pair["alpha"]
+    with alpha.control_events("/fleet/v1/models/load", TOGETHER) as events:
+        error = next(event["error"] for event in events if "error" in event)
+    assert error["code"] == "group_lost"
+    assert error["message"].startswith("beta: ")
+    assert "HF_HUB_OFFLINE" in error["message"]
+    until(lambda: not [engine for engine in alpha.status()["engines"] if engine["state"] == "ready"])
+    assert os.path.isdir(part_of(pair, "alpha"))
