@@ -1,14 +1,14 @@
-"""A group of machines none of which has the model: each fetches its own layers from the hub, and no others."""
+"""A group of machines without the model: each fetches its own layers from the hub, and no others."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from forked_programs import Programs
 from hub_files import Hub, serving
 from live_daemon import LiveDaemon, text_of, until
 from live_fleet import LiveFleet
@@ -36,7 +36,7 @@ def hub(live_models: Path) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def pair(hub: Hub, short_dir: Path, programs: Programs, tmp_path: Path) -> Iterator[LiveFleet]:
+def pair(hub: Hub, make_fleet: Callable[..., LiveFleet], tmp_path: Path) -> LiveFleet:
     settings = {
         name: {
             **SETTINGS,
@@ -47,11 +47,9 @@ def pair(hub: Hub, short_dir: Path, programs: Programs, tmp_path: Path) -> Itera
         }
         for name in ("alpha", "beta")
     }
-    with LiveFleet(
-        short_dir / "of-hub", {"alpha": [], "beta": []}, settings=settings, programs=programs
-    ) as fleet:
-        fleet.until_usable()
-        yield fleet
+    fleet = make_fleet({"alpha": [], "beta": []}, settings=settings)
+    fleet.until_usable()
+    return fleet
 
 
 def answer(daemon: LiveDaemon, model: str) -> str:
@@ -75,12 +73,11 @@ def weights(place: Path) -> dict[str, int]:
 
 
 def test_each_machine_fetches_its_share_from_the_hub_and_the_answer_is_that_of_the_whole(
-    pair: LiveFleet, hub: Hub, live_models: Path, short_dir: Path, programs: Programs
+    pair: LiveFleet, hub: Hub, live_models: Path, make_fleet: Callable[..., LiveFleet]
 ) -> None:
-    with LiveFleet(
-        short_dir / "of-one", {"whole": [live_models / SMOL]}, settings={"whole": COMMON}, programs=programs
-    ) as fleet:
-        expected = answer(fleet["whole"], SMOL)
+    whole = make_fleet({"whole": [live_models / SMOL]}, settings={"whole": COMMON})["whole"]
+    expected = answer(whole, SMOL)
+    whole.stop()
     alpha = pair["alpha"]
     seen: set[tuple[str, str]] = set()
     with alpha.control_events("/fleet/v1/models/load", TOGETHER) as events:
@@ -95,12 +92,12 @@ def test_each_machine_fetches_its_share_from_the_hub_and_the_answer_is_that_of_t
     assert set(there) == set(map(layer_files.name_of, range(first, total)))
     # No byte of a weight is on two machines, and none was asked for twice: what lies between two that are
     # wanted comes along, and the headers.
-    whole = sum(file.stat().st_size for file in (live_models / SMOL).glob("*.safetensors"))
-    assert sum([*here.values(), *there.values()]) == pytest.approx(whole, rel=0.001)
+    n_bytes = sum(file.stat().st_size for file in (live_models / SMOL).glob("*.safetensors"))
+    assert sum([*here.values(), *there.values()]) == pytest.approx(n_bytes, rel=0.001)
     assert answer(alpha, HUB_ID) == expected
     # It is no model of either machine.
     assert not pair.peers("alpha")["beta"]["models"]
-    assert not [model for model in alpha.control("GET", "/fleet/v1/models")["installed"]]
+    assert alpha.control("GET", "/fleet/v1/models")["installed"] == []
     # Loaded again, nothing is fetched.
     alpha.control("POST", "/fleet/v1/models/unload", {"model": HUB_ID})
     hub.asked.clear()
@@ -108,17 +105,37 @@ def test_each_machine_fetches_its_share_from_the_hub_and_the_answer_is_that_of_t
     assert hub.asked == []
 
 
-def test_a_hub_that_breaks_off_costs_no_layer_twice(pair: LiveFleet, hub: Hub) -> None:
-    alpha = pair["alpha"]
-    hub.cut_after = {"model.safetensors": 1 << 20}
-    hub.asked.clear()
+def downloads(fleet: LiveFleet) -> list[psutil.Process]:
+    """The processes that fetch layers now."""
+    found = []
+    for daemon in fleet:
+        for process in daemon.processes()[1:]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "fleetd.models.pull.part_process" in process.cmdline():
+                    found.append(process)
+    return found
+
+
+def test_a_load_that_is_ended_goes_on_with_the_layers_that_have_come(pair: LiveFleet, hub: Hub) -> None:
+    alpha, weights_file = pair["alpha"], "model.safetensors"
+    size = len(hub.models[HUB_ID][weights_file])
+    # One machine waits in the middle of its layers.
+    hub.faults_from, hub.stall_after = size // 4, {weights_file: 1000}
+    with alpha.control_events("/fleet/v1/models/load", TOGETHER) as events:
+        assert next(events)
+        assert hub.stalled.wait(60)
+        alpha.control("POST", "/fleet/v1/models/unload", {"model": HUB_ID})
+    until(lambda: not downloads(pair))
+    kept = {name: weights(part_of(pair, name)) for name in ("alpha", "beta")}
+    hub.stall.set()
+    hub.given.clear()
     alpha.control("POST", "/fleet/v1/models/load", {**TOGETHER, "stream": False})
     assert answer(alpha, HUB_ID)
-    held = [weights(part_of(pair, name)) for name in ("alpha", "beta")]
-    assert not set(held[0]) & set(held[1])
+    n_bytes = sum(sum(weights(part_of(pair, name)).values()) for name in kept)
+    assert hub.given[weights_file] < 1.05 * (n_bytes - sum(sum(each.values()) for each in kept.values()))
 
 
-def test_a_machine_without_the_hub_is_named(pair: LiveFleet, hub: Hub, tmp_path: Path) -> None:
+def test_a_machine_without_the_hub_is_named(pair: LiveFleet, hub: Hub) -> None:
     pair["beta"].restart(HF_HUB_OFFLINE="1")
     pair.until_usable()
     alpha = pair["alpha"]
@@ -128,4 +145,4 @@ def test_a_machine_without_the_hub_is_named(pair: LiveFleet, hub: Hub, tmp_path:
     assert error["message"].startswith("beta: ")
     assert "HF_HUB_OFFLINE" in error["message"]
     until(lambda: not [engine for engine in alpha.status()["engines"] if engine["state"] == "ready"])
-    assert os.path.isdir(part_of(pair, "alpha"))
+    assert part_of(pair, "alpha").is_dir()

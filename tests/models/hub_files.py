@@ -63,6 +63,8 @@ class Hub:
     stall: threading.Event = field(default_factory=threading.Event)
     stalled: threading.Event = field(default_factory=threading.Event)
     stall_after: dict[str, int] = field(default_factory=dict)
+    # Only requests that begin behind so many bytes of a file are cut or stalled.
+    faults_from: int = 0
     asked: list[tuple[str, str]] = field(default_factory=list)
     # Bytes of files that were given, by name. ``whole_only``: it gives no parts of files, as some mirrors.
     given: Counter[str] = field(default_factory=Counter)
@@ -158,8 +160,9 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{behind - 1}/{len(raw)}"
         body = raw[start:behind]
         self.hub.given[name] += len(body)
-        end = self.hub.cut_after.pop(name, None)
-        pause = self.hub.stall_after.pop(name, None)
+        strikes = start >= self.hub.faults_from
+        end = self.hub.cut_after.pop(name, None) if strikes else None
+        pause = self.hub.stall_after.pop(name, None) if strikes else None
         if end is None and pause is None:
             self._send(206 if is_part else 200, body, headers)
             return

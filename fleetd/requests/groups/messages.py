@@ -50,8 +50,8 @@ class StageQuestion(msgspec.Struct, frozen=True):
     tokens: _Count
     # The id of an earlier group of that machine, whose layers are to be gone from memory first; "" for none.
     after: Annotated[str, Meta(max_length=limits.REQUEST_ID_CHARS)] = ""
-    # Where the files are on the hub, if the machine that asks has them in part only. ``digest`` is then that of
-    # what the hub lists (``hub_parts.HubListing``).
+    # Where the files are on the hub, if the machine that asks has them in part only. ``digest`` is then that
+    # of what the hub lists (``hub_parts.HubListing``).
     hub: HubCommit | None = None
 
 
