@@ -27,8 +27,6 @@ from fleetd.models.opening import read_regular
 from fleetd.models.vector_files import purpose_of
 from fleetd.text.decoding import from_json
 
-#: The source of a folder that is named by what the hub lists.
-HUB = "hub"
 #: Where the tensors of a part are on the hub.
 FILE_NAME = "fleetd-hub.json"
 _VERSION = b"fleetd hub listing 1\n"
@@ -116,12 +114,7 @@ class HubPartOrder(msgspec.Struct, frozen=True):
 
 def place(models_dir: Path, listed: str) -> Path:
     """The folder of a part, by the digest of what the hub lists."""
-    return parts.place(models_dir, listed, HUB)
-
-
-def is_from_hub(path: Path) -> bool:
-    """True for the folder of a part that came from the hub."""
-    return path.parent.name == layer_files.PARTS and path.name.endswith(f"-{HUB}")
+    return parts.place(models_dir, listed, parts.HUB)
 
 
 def read(path: Path) -> HubPart:
@@ -139,7 +132,7 @@ def read(path: Path) -> HubPart:
 def all_of(models_dir: Path) -> Iterator[tuple[Path, HubPart]]:
     """The parts that came from the hub, whose outline is here."""
     for path in parts.all_of(models_dir):
-        known = parts.find(path) if is_from_hub(path) else None
+        known = parts.find(path) if parts.is_from_hub(path) else None
         if known is not None and FILE_NAME in known.known.files:
             try:
                 yield path, read(path)

@@ -203,6 +203,11 @@ class ModelStore:
             None,
         )
 
+    def parts_here(self) -> list[parts.HeldPart]:
+        """What there is of models whose layers are here in part."""
+        found = (parts.held(path) for path in parts.all_of(self.models_dir))
+        return [each for each in found if each is not None]
+
     def needs_pull(self, ref: str) -> bool:
         """True if ``pull`` could bring a model that is not on this machine, by name, hub id or GGUF file."""
         try:

@@ -20,9 +20,11 @@ from fleetd import limits
 from fleetd.errors import ModelCorrupt
 from fleetd.models import install, manifest
 from fleetd.models.folder import ModelFolder, read_folder
-from fleetd.models.layer_files import PARTS, name_of
+from fleetd.models.layer_files import PARTS, layer_of, name_of, table
 from fleetd.storage.durable import sync_file, sync_folder
 
+#: The source of a part that came from the hub.
+HUB = "hub"
 _DIGEST_CHARS, _SOURCE_CHARS = 32, 16
 _LAYER_BEGINS = name_of(0).partition("0")[0]
 
@@ -49,6 +51,11 @@ def place(models_dir: Path, digest: str, source: str) -> Path:
     return models_dir / PARTS / f"{digest[:_DIGEST_CHARS]}-{source[:_SOURCE_CHARS].lower()}"
 
 
+def is_from_hub(path: Path) -> bool:
+    """True for the folder of a part that came from the hub."""
+    return path.parent.name == PARTS and path.name.endswith(f"-{HUB}")
+
+
 def find(path: Path) -> Part | None:
     """The part in a folder; None if there is none that can be used."""
     try:
@@ -56,6 +63,39 @@ def find(path: Path) -> Part | None:
     except ModelCorrupt:
         known = None
     return Part(path, known) if known is not None else None
+
+
+class HeldPart(msgspec.Struct, frozen=True):
+    """What there is of a model whose layers are here in part."""
+
+    name: str
+    layers: int
+    of_layers: int
+    disk_bytes: int
+    # Of the whole model.
+    weights_bytes: int
+    own: bool
+    from_hub: bool
+
+
+def held(path: Path) -> HeldPart | None:
+    """What a part's folder has; None if it has no layer. Reads small files."""
+    part = find(path)
+    if part is None or not (layers := layers_in(path)):
+        return None
+    try:
+        tensors = table(path)
+    except ModelCorrupt:
+        return None
+    return HeldPart(
+        part.known.name,
+        layers,
+        len({layer_of(name) for name in tensors} - {None}),
+        sum(record.size_bytes for record in part.known.files.values()),
+        sum(tensor.size_bytes for tensor in tensors.values()),
+        part.is_own,
+        is_from_hub(path),
+    )
 
 
 def layers_in(path: Path) -> int:

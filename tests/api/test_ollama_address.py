@@ -173,6 +173,8 @@ class LookedUp:
         self.asked.append(ref)
         raise ModelNotFound(f"There is no folder {ref}.", param="model")
 
+    in_part = resolve
+
     def installed(self) -> list[Any]:
         return []
 
