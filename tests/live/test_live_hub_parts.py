@@ -78,7 +78,7 @@ def test_each_machine_fetches_its_share_from_the_hub_and_the_answer_is_that_of_t
     whole = make_fleet({"whole": [live_models / SMOL]}, settings={"whole": COMMON})["whole"]
     expected = answer(whole, SMOL)
     whole.stop()
-    alpha = pair["alpha"]
+    alpha, room = pair["alpha"], pair.peers("alpha")["beta"]["usable_bytes"]
     seen: set[tuple[str, str]] = set()
     with alpha.control_events("/fleet/v1/models/load", TOGETHER) as events:
         for event in checked(events):
@@ -97,9 +97,18 @@ def test_each_machine_fetches_its_share_from_the_hub_and_the_answer_is_that_of_t
     assert answer(alpha, HUB_ID) == expected
     # It is no model of either machine.
     assert not pair.peers("alpha")["beta"]["models"]
-    assert alpha.control("GET", "/fleet/v1/models")["installed"] == []
+    listing = alpha.control("GET", "/fleet/v1/models")
+    assert listing["installed"] == []
+    (listed,) = listing["in_part"]
+    assert (listed["name"], listed["layers"], listed["of_layers"]) == (HUB_ID, first, total)
+    assert listed["own"]
+    assert listed["loaded"]
+    (held,) = pair["beta"].control("GET", "/fleet/v1/models")["in_part"]
+    assert (held["layers"], held["own"], held["from_hub"]) == (total - first, False, True)
+    assert "IN PART" in alpha.fleetctl("models").stdout
     # Loaded again, nothing is fetched.
     alpha.control("POST", "/fleet/v1/models/unload", {"model": HUB_ID})
+    until(lambda: pair.peers("alpha")["beta"]["usable_bytes"] >= room)
     hub.asked.clear()
     assert answer(alpha, HUB_ID) == expected
     assert hub.asked == []
