@@ -556,6 +556,7 @@ class DaemonParts:
             label=self.origins.label,
         )
         node.handle(group_messages.SERVE, self.stages)
+        node.handle(group_messages.FETCH, self.stages.fetch)
         node.handle(group_messages.LINK, self.stages.link)
         ranks = RankServer(
             dialer,

@@ -16,8 +16,10 @@ Verb = Literal["pull", "load", "unload", "pin", "unpin", "remove"]
 Split = Literal["layers", "tensors"]
 #: The stage of a load in which weights are read: it counts their bytes.
 READING = "reading"
-#: Stages in which layers are fetched: they count the bytes that come.
-FETCHING = frozenset({"copying", "downloading"})
+#: Stages in which layers are fetched: they count the bytes that come. The machine that asks fetches those of
+#: one that does not reach the hub.
+FETCHING_HERE = "downloading here"
+FETCHING = frozenset({"copying", "downloading", FETCHING_HERE})
 VERBS: tuple[Verb, ...] = get_args(Verb)
 
 
@@ -26,7 +28,8 @@ class MemberProgress(msgspec.Struct, frozen=True):
 
     # The machine's name.
     name: Text = ""
-    # What it does: downloading, copying, promised, verifying, reading, warming up, measuring, loaded.
+    # What it does: downloading, downloading here, copying, fetched, promised, verifying, reading, warming up,
+    # measuring, loaded.
     stage: Text = ""
     # Bytes of its layers that are in its memory, and all of them, as planned; while it fetches layers, those
     # that have come, and all that it fetches.

@@ -9,7 +9,7 @@ files have another one, by their bytes. All machines ask the hub for the same co
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +22,7 @@ from fleetd.errors import ModelCorrupt
 from fleetd.models import catalog, digest, layer_files, names, parts
 from fleetd.models.folder import ModelFolder, read_config
 from fleetd.models.json_files import PULL_AGAIN
-from fleetd.models.layer_files import TensorShape
+from fleetd.models.layer_files import ENDS_NAME, TensorShape, name_of
 from fleetd.models.opening import read_regular
 from fleetd.models.vector_files import purpose_of
 from fleetd.text.decoding import from_json
@@ -174,11 +174,55 @@ def folder(path: Path, part: HubPart) -> ModelFolder:
 
 def file_names(part: HubPart, first: int, last: int, *, own: bool) -> list[str]:
     """The files of layers [first, last), and of what belongs to no layer, if it is wanted or all need it."""
-    layers = [layer_files.name_of(layer) for layer in range(first, last)]
+    layers = [name_of(layer) for layer in range(first, last)]
     ends = [name for name in part.tensors if layer_files.layer_of(name) is None]
     if own or (layers and layer_files.needed_everywhere(ends)):
-        return [layer_files.ENDS_NAME, *layers]
+        return [ENDS_NAME, *layers]
     return layers
+
+
+def file_sizes(part: HubPart) -> dict[str, int]:
+    """Bytes of each layer's file, and of that of what belongs to no layer, by name."""
+    contents = layer_contents(part, [ENDS_NAME, *(name_of(layer) for layer in range(part.layers))])
+    return {
+        name: len(head_of(tensors)) + sum(each.end - each.begin for each in tensors.values())
+        for name, tensors in contents.items()
+    }
+
+
+def layer_contents(part: HubPart, files: Iterable[str]) -> dict[str, dict[str, RemoteTensor]]:
+    """The tensors of layers' files, by the files' names; sorted by name, as they lie in them."""
+    found: dict[str, dict[str, RemoteTensor]] = {name: {} for name in files}
+    for name, tensor in sorted(part.tensors.items()):
+        layer = layer_files.layer_of(name)
+        file = ENDS_NAME if layer is None else name_of(layer)
+        if file in found:
+            found[file][name] = tensor
+    return found
+
+
+def head_of(tensors: Mapping[str, RemoteTensor]) -> bytes:
+    """The head of a layer's file, as ``layer_files`` writes it."""
+    entries, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.end - tensor.begin
+        entries[name] = {
+            "dtype": tensor.shape.dtype,
+            "shape": list(tensor.shape.shape),
+            "data_offsets": [begin, end],
+        }
+    return layer_files.header_bytes(entries)
+
+
+def serves(path: Path, first: int, last: int) -> bool:
+    """True if a part has all that a machine needs to serve layers [first, last). Reads small files."""
+    try:
+        part = read(path)
+    except ModelCorrupt:
+        return False
+    known = parts.find(path)
+    wanted = {layer_files.TABLE_NAME, *file_names(part, first, last, own=False)}
+    return known is not None and wanted <= known.known.files.keys()
 
 
 def is_outline_file(name: str) -> bool:

@@ -203,6 +203,18 @@ class ModelStore:
             None,
         )
 
+    def answerable(self) -> list[ModelFolder]:
+        """All models that this machine can answer with: those that are ``installed``, and own parts."""
+        whole = self.installed()
+        names_here = {folder.name for folder in whole}
+        found = (
+            hub_parts.own(self.models_dir, part.listing.at.hub_id)
+            for path, part in hub_parts.all_of(self.models_dir)
+            if parts.is_own(path) and part.listing.at.name not in names_here
+        )
+        own = {folder.name: folder for folder in found if folder is not None}
+        return [*whole, *own.values()]
+
     def parts_here(self) -> list[parts.HeldPart]:
         """What there is of models whose layers are here in part."""
         found = (parts.held(path) for path in parts.all_of(self.models_dir))

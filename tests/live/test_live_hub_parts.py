@@ -144,14 +144,23 @@ def test_a_load_that_is_ended_goes_on_with_the_layers_that_have_come(pair: LiveF
     assert hub.given[weights_file] < 1.05 * (n_bytes - sum(sum(each.values()) for each in kept.values()))
 
 
-def test_a_machine_without_the_hub_is_named(pair: LiveFleet, hub: Hub) -> None:
+def test_a_machine_without_the_hub_gets_its_layers_through_the_one_that_asks(
+    pair: LiveFleet, hub: Hub
+) -> None:
     pair["beta"].restart(HF_HUB_OFFLINE="1")
     pair.until_usable()
-    alpha = pair["alpha"]
+    alpha, seen = pair["alpha"], set()
+    hub.whole_only = True
     with alpha.control_events("/fleet/v1/models/load", TOGETHER) as events:
         error = next(event["error"] for event in events if "error" in event)
-    assert error["code"] == "group_lost"
-    assert error["message"].startswith("beta: ")
-    assert "HF_HUB_OFFLINE" in error["message"]
-    until(lambda: not [engine for engine in alpha.status()["engines"] if engine["state"] == "ready"])
-    assert part_of(pair, "alpha").is_dir()
+    assert error["code"] == "download_failed"
+    assert "HF_ENDPOINT" in error["hint"]
+    hub.whole_only = False
+    with alpha.control_events("/fleet/v1/models/load", TOGETHER) as events:
+        for event in checked(events):
+            seen |= {(member["name"], member["stage"]) for member in event.get("members", [])}
+    assert {("beta", "downloading here"), ("beta", "copying")} <= seen
+    assert answer(alpha, HUB_ID)
+    (held,) = pair["beta"].control("GET", "/fleet/v1/models")["in_part"]
+    assert not held["from_hub"]
+    assert "group.fetched_here" in alpha.log.read_text()

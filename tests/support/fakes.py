@@ -322,6 +322,9 @@ class FakeModels:
     def outline_order(self, ref: str) -> None:
         return None
 
+    def answerable(self) -> list[FakeFolder]:
+        return self.installed()
+
     def parts_here(self) -> list[Any]:
         return []
 

@@ -22,7 +22,7 @@ from fleetd import limits
 from fleetd.errors import DownloadFailed, ModelCorrupt, ModelRefused, ModelUnsupported
 from fleetd.models import hub_parts, install, layer_files, manifest, parts
 from fleetd.models.hub_parts import HubCommit, HubListing, HubPart, HubPartOrder, RemoteFile, RemoteTensor
-from fleetd.models.layer_files import TensorShape, header_bytes
+from fleetd.models.layer_files import TensorShape
 from fleetd.models.parts import Part
 from fleetd.models.pull import hub, ranges
 from fleetd.models.pull.ranges import WantedBytes
@@ -195,29 +195,17 @@ class _LayerFile(msgspec.Struct, frozen=True):
 
 def _layer_files(found: HubPart, names: list[str]) -> dict[str, _LayerFile]:
     """How the files of these names are put together, as ``layer_files`` has them."""
-    tensors: dict[str, dict[str, RemoteTensor]] = {name: {} for name in names}
-    for name, tensor in found.tensors.items():
-        layer = layer_files.layer_of(name)
-        file = layer_files.ENDS_NAME if layer is None else layer_files.name_of(layer)
-        if file in tensors:
-            tensors[file][name] = tensor
-    if empty := [name for name, content in tensors.items() if not content]:
+    contents = hub_parts.layer_contents(found, names)
+    if empty := [name for name, tensors in contents.items() if not tensors]:
         raise ModelUnsupported(f"The model has no {empty[0]}: it has {found.layers} layers.")
-    return {name: _layer_file(content) for name, content in tensors.items()}
+    return {name: _layer_file(tensors) for name, tensors in contents.items()}
 
 
 def _layer_file(tensors: Mapping[str, RemoteTensor]) -> _LayerFile:
-    entries, end = {}, 0
-    for name, tensor in sorted(tensors.items()):
-        begin, end = end, end + tensor.end - tensor.begin
-        entries[name] = {
-            "dtype": tensor.shape.dtype,
-            "shape": list(tensor.shape.shape),
-            "data_offsets": [begin, end],
-        }
-    head, wanted, at = header_bytes(entries), dict[int, list[WantedBytes]](), 0
-    for _, tensor in sorted(tensors.items()):
-        wanted.setdefault(tensor.file, []).append(WantedBytes(tensor.begin, tensor.end, len(head) + at))
+    head, wanted = hub_parts.head_of(tensors), dict[int, list[WantedBytes]]()
+    at = len(head)
+    for tensor in tensors.values():
+        wanted.setdefault(tensor.file, []).append(WantedBytes(tensor.begin, tensor.end, at))
         at += tensor.end - tensor.begin
     return _LayerFile(head, wanted)
 

@@ -1,6 +1,7 @@
 """One group seen from the machine that answers: which machines hold what, and whether they still do.
 
-    planned ──► each promises memory in turn ──► all at once: layers are fetched and loaded
+    planned ──► of a model that is here in part: all fetch their layers at once
+        ──► each promises memory in turn ──► all at once: layers are loaded
         and streams are opened ──► members open streams to each other
         ──► the engine here has the streams ──► watched
 
@@ -23,11 +24,12 @@ from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.control.daemon_status import Carried
-from fleetd.control.model_change import FETCHING, READING, MemberProgress
+from fleetd.control.model_change import FETCHING, FETCHING_HERE, READING, MemberProgress
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Loading, StreamTag
 from fleetd.engine.settings import GroupMember, RingPlace
 from fleetd.errors import (
+    DiskFull,
     DownloadFailed,
     FleetError,
     GroupLost,
@@ -73,6 +75,8 @@ class _AskedMember:
     # What it does, and the share of its layers' bytes that it has read.
     stage: str = field(default="asked")
     read: float = field(default=0.0)
+    # It does not reach the hub, and gets its layers from this machine.
+    from_here: bool = field(default=False)
     # Bytes of layers that it has fetched, and of all that it fetches; None while it fetches none.
     fetched: tuple[int, int] | None = None
 
@@ -169,14 +173,18 @@ class FleetGroup:
     async def form(self, told: Callable[[Loading], None]) -> None:
         """Have every member load its layers, and open the streams to them. Raises the first failure, naming
         its machine: GroupLost, OutOfMemory, or ModelError if others would do no better."""
+        if self._bring is not None:
+            await gather_or_cancel(
+                self._fetch(told), *(self._have_fetched(held, told) for held in self._held)
+            )
+            self._own = None
         # In this order on all machines: of two groups one is promised all that it needs.
         for held in sorted(self._held, key=lambda held: held.part.machine.node_id):
             if held.part.machine.node_id > self._partners.node_id:
                 self._promise()
             await self._begin(held, told)
         self._promise()
-        await gather_or_cancel(self._fetch(told), *(self._join(held, told) for held in self._held))
-        self._own = None
+        await gather_or_cancel(*(self._join(held, told) for held in self._held))
         await _unless(self.watch(), self._link())
 
     async def connect(self, engine: EngineProcess) -> None:
@@ -216,6 +224,11 @@ class FleetGroup:
 
     async def _begin(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
         """Ask a member, and wait until it has promised the memory."""
+        with self._forming(held):
+            held.stream = self._asked(held, messages.SERVE)
+            await self._hear(held, held.stream, told)
+
+    def _asked(self, held: _AskedMember, method: str) -> PeerStream:
         part = held.part
         ask = StageQuestion(
             self._model,
@@ -225,21 +238,56 @@ class FleetGroup:
             part.last,
             self._planned.tokens,
             self._after,
-            self._hub,
+            None if held.from_here else self._hub,
         )
+        return self._partners.request(part.machine.node_id, method, messages.encode(ask))
+
+    # ---- layers that nobody has yet ------------------------------------------------------------------------
+
+    async def _have_fetched(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
+        """Until a member has its layers: from the hub or, if it does not reach that, through this machine."""
         with self._forming(held):
-            held.stream = self._partners.request(part.machine.node_id, messages.SERVE, messages.encode(ask))
-            await self._hear(held, held.stream, told)
+            try:
+                await self._fetching(held, told)
+            except DownloadFailed as error:
+                failed = error
+            else:
+                return
+        log.warning("group.fetched_here", model=self._model, peer=held.name, reason=failed.message)
+        try:
+            async for step in self._brought(held.part):
+                held.stage, held.fetched = FETCHING_HERE, (step.done_bytes, step.total_bytes)
+                told(self._progress())
+        except (DiskFull, DownloadFailed) as error:
+            log.warning("group.not_fetched_here", model=self._model, peer=held.name, reason=error.message)
+            with self._forming(held):
+                raise failed from error
+        held.from_here = True
+        with self._forming(held):
+            await self._fetching(held, told)
+
+    async def _fetching(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
+        stream = self._asked(held, messages.FETCH)
+        try:
+            while (body := await self._next(stream)) is not None:
+                held.hear(messages.decode(body, StageTold))
+                told(self._progress())
+        finally:
+            stream.cancel()
+        held.stage, held.fetched = "fetched", None
+
+    async def _brought(self, part: GroupPart) -> AsyncGenerator[PullProgress, None]:
+        """Bring layers to this machine. Raises why they cannot be."""
+        if self._bring is not None:
+            async with aclosing(self._bring(part.first, part.last)) as steps:
+                async for step in steps:
+                    yield step
 
     async def _fetch(self, told: Callable[[Loading], None]) -> None:
-        """Bring this machine's own layers, if they have to be fetched. Raises why they cannot be."""
-        if self._bring is None:
-            return
-        part = self._planned.parts[0]
-        async with aclosing(self._bring(part.first, part.last)) as steps:
-            async for step in steps:
-                self._own = MemberProgress(THIS_NAME, step.stage, step.done_bytes, step.total_bytes)
-                told(self._progress())
+        """Bring this machine's own layers. Raises why they cannot be."""
+        async for step in self._brought(self._planned.parts[0]):
+            self._own = MemberProgress(THIS_NAME, step.stage, step.done_bytes, step.total_bytes)
+            told(self._progress())
 
     async def _join(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
         """Until all members have their layers, or this one has left. A member expects its stream for seconds,

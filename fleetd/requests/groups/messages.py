@@ -1,7 +1,11 @@
 """How machines agree on one model over them: a request per member on its session, opened by the machine that
 answers, which stays open for as long as the model is loaded.
 
-    → SERVE   StageQuestion           which layers, and for how many tokens; where they are on the hub
+    → FETCH   StageQuestion           of a model that the machine that answers has in part: which layers, and
+                                      where they are on the hub
+    ← StageTold*                      how far that is; the end says that they are there
+
+    → SERVE   StageQuestion           which layers, and for how many tokens
     ← StageTold                       there is memory for them
     ← StageTold*                      they are loaded; the last one says where the stream is expected
     ← b""*                            they stay
@@ -31,7 +35,7 @@ from fleetd.p2p.link_prober import Invitation
 from fleetd.requests.remote import message_codec
 from fleetd.requests.remote.message_codec import Digest, ModelName, RequestId
 
-SERVE, LINK = "group.serve", "group.link"
+FETCH, SERVE, LINK = "group.fetch", "group.serve", "group.link"
 
 _Layer = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -50,8 +54,8 @@ class StageQuestion(msgspec.Struct, frozen=True):
     tokens: _Count
     # The id of an earlier group of that machine, whose layers are to be gone from memory first; "" for none.
     after: Annotated[str, Meta(max_length=limits.REQUEST_ID_CHARS)] = ""
-    # Where the files are on the hub, if the machine that asks has them in part only. ``digest`` is then that
-    # of what the hub lists (``hub_parts.HubListing``).
+    # Where the files are on the hub, if the machine that asks has them in part only and does not give them.
+    # ``digest`` is then that of what the hub lists (``hub_parts.HubListing``).
     hub: HubCommit | None = None
 
 

@@ -1,5 +1,6 @@
 """Holding layers of other machines' models: what a member may ask for, and how long they stay here.
 
+    to FETCH ──► layers fetched, all that is asked for
     StageQuestion ──► digest checked, layers fetched if they are not here ──► memory promised
         ──► loaded beside what runs ──► StageTold with a stream ──► stream to the engine ──► alive, alive …
     LinkQuestion ──► a stream to or from another member ──► to the engine
@@ -39,7 +40,7 @@ from fleetd.models.memory_need import WeightRules, layer_bytes
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
-from fleetd.requests.concurrency import BackgroundTasks, with_heartbeats
+from fleetd.requests.concurrency import BackgroundTasks, with_beats, with_heartbeats
 from fleetd.requests.groups import messages
 from fleetd.requests.groups.messages import LinkQuestion, LinkTold, StageQuestion, StageTold
 from fleetd.requests.groups.promised_memory import PromisedMemory
@@ -68,7 +69,7 @@ class _HeldStage:
 
 
 class StageServer:
-    """The handler of ``messages.SERVE``; ``link`` is that of ``messages.LINK``."""
+    """The handler of ``messages.SERVE``; ``fetch`` is that of ``messages.FETCH``, ``link`` of ``LINK``."""
 
     def __init__(
         self,
@@ -121,6 +122,12 @@ class StageServer:
             tag = StreamTag(held.job, HOP_OUT, ask.next.invitation.key, "connector")
         await engine.give_stream(tag, sock)
         stream.send(messages.encode(LinkTold()))
+
+    async def fetch(self, peer: str, body: bytes, stream: PeerStream) -> None:
+        """Raises FleetError: what the other side is told."""
+        ask = messages.decode(body, StageQuestion)
+        with self._limit.serving(peer, ask.id):
+            await with_beats(self._folder(peer, ask, stream), limits.GROUP_BEAT_S, lambda: stream.send(ALIVE))
 
     async def __call__(self, peer: str, body: bytes, stream: PeerStream) -> None:
         """Raises FleetError: what the other side is told."""
@@ -225,12 +232,15 @@ class StageServer:
         models = self._context.models
         if (whole := await file_threads.look(models.at_commit, at)) is not None:
             return whole
+        path = hub_parts.place(models.models_dir, ask.digest)
+        name = f"{at.name}~{ask.digest[:8]}"
+        if await file_threads.look(hub_parts.serves, path, ask.first, ask.last):
+            return await file_threads.look(parts.folder, path, name)
         order = HubPartOrder(at.hub_id, at.commit, ask.digest, ask.first, ask.last)
         async with aclosing(models.pull_part(order)) as steps:
             async for step in steps:
                 stream.send(messages.encode(StageTold(step.stage, step.done_bytes, step.total_bytes)))
-        path = hub_parts.place(models.models_dir, ask.digest)
-        return await file_threads.look(parts.folder, path, f"{at.name}~{ask.digest[:8]}")
+        return await file_threads.look(parts.folder, path, name)
 
     async def close(self) -> None:
         """End what still runs in the background."""

@@ -203,7 +203,7 @@ export function spans({ members }) {
 }
 
 function far({ stage, done_bytes, total_bytes }) {
-  return stage ? ` (${stage}${["copying", "downloading", "reading"].includes(stage) ? `, ${bytes(done_bytes)} of ${bytes(total_bytes)}` : ""})` : "";
+  return stage ? ` (${stage}${["copying", "downloading", "downloading here", "reading"].includes(stage) ? `, ${bytes(done_bytes)} of ${bytes(total_bytes)}` : ""})` : "";
 }
 
 function chip(model, at) {
