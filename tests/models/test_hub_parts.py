@@ -103,6 +103,7 @@ async def test_an_outline_is_no_model_and_knows_the_whole_one(
     assert folder.weights_bytes == 8 * 256
     assert str(store.digest(folder)) == order.digest
     assert store.installed() == []
+    assert [each.name for each in store.answerable()] == [HUB_ID]
     with pytest.raises(ModelNotFound):
         store.resolve(HUB_ID)
     # Headers of weights alone.

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.control.model_facts import MeasuredSpeed, ModelShape
-from fleetd.errors import DownloadFailed, NoMachine
+from fleetd.errors import DownloadFailed, NoMachine, ProtocolError
 from fleetd.limits import GIB
 from fleetd.models import hub_parts
 from fleetd.models.folder import ModelFolder, read_folder
@@ -20,7 +20,9 @@ from fleetd.models.memory_need import WORKING_BYTES, WeightRules
 from fleetd.models.safetensors_write import PlannedTensor, write_safetensors
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan.group_cut import GroupCut, Shortage
+from fleetd.requests.groups import messages
 from fleetd.requests.groups.machine_speeds import decode_tok_s
+from fleetd.requests.groups.messages import StageQuestion
 from fleetd.requests.groups.planning import FleetGroups, GroupPlan
 from fleetd.requests.members.members import Member, Members
 
@@ -166,6 +168,20 @@ def test_a_named_machine_that_failed_lately_is_asked_again(in_part: ModelFolder)
     groups = FleetGroups(partners, members, lambda: WeightRules("metal", budget_bytes=8 << 20))
     members.failed("bare", "prefill", DownloadFailed("The hub could not be reached."), digest)
     assert parts(groups.plan(in_part, "", ("bare",))) == {"this": 4, "bare": 4}
+
+
+def test_attack_a_peer_names_something_else_as_a_repository() -> None:
+    for hub_id in ("../../etc", "org/../name", "org/name/more", "https://else/where", "org"):
+        asked = StageQuestion("own", DIGEST, "g1", 0, 2, 16, hub=hub_parts.HubCommit(hub_id, "0" * 40))
+        with pytest.raises(ProtocolError):
+            messages.decode(messages.encode(asked), StageQuestion)
+    at = hub_parts.HubCommit("org/own", "0" * 40)
+    good = StageQuestion("own", DIGEST, "g1", 0, 2, 16, hub=at)
+    assert messages.decode(messages.encode(good), StageQuestion).hub == at
+    for commit in ("main", "0" * 39, "../../../../../../../../../../../../../../"):
+        bad = replace(good, hub=replace(at, commit=commit))
+        with pytest.raises(ProtocolError):
+            messages.decode(messages.encode(bad), StageQuestion)
 
 
 # ---- speeds ----------------------------------------------------------------------------------------------
