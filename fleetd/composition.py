@@ -402,7 +402,7 @@ class DaemonParts:
             lambda folder: _speed_together(pool.engine(folder)),
             self.promised,
             RankPrices(self.members, sums, ranks.check, self._fabrics_towards, exact=exact),
-            self.machine.models.pull_part,
+            lambda order: self.machine.models.pull_part(order),
         )
 
     def _fabrics_towards(self, node_id: str) -> list[str]:

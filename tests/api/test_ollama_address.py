@@ -178,6 +178,8 @@ class LookedUp:
     def installed(self) -> list[Any]:
         return []
 
+    answerable = installed
+
     async def pull(self, ref: str) -> AsyncIterator[Any]:
         raise AssertionError(ref)
         yield
