@@ -412,6 +412,7 @@ class DaemonParts:
             lambda folder: _speed_together(pool.engine(folder)),
             self.promised,
             RankPrices(self.members, sums, ranks.check, self._fabrics_towards, exact=exact),
+            lambda order: self.machine.models.pull_part(order),
         )
 
     def _fabrics_towards(self, node_id: str) -> list[str]:
@@ -565,6 +566,7 @@ class DaemonParts:
             label=self.origins.label,
         )
         node.handle(group_messages.SERVE, self.stages)
+        node.handle(group_messages.FETCH, self.stages.fetch)
         node.handle(group_messages.LINK, self.stages.link)
         ranks = RankServer(
             dialer,

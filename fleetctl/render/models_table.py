@@ -34,7 +34,7 @@ def models_page(models: ModelListing, width: int | None, *, everything: bool = F
 
     ``on``: what people call it; "" is this machine.
     """
-    parts = [*_installed(models, width, on), *_of_others(models, width)]
+    parts = [*_installed(models, width, on), *_in_part(models, width), *_of_others(models, width)]
     offered = [entry for entry in models.catalog if not entry.installed]
     hidden = 0
     for where, title in _GROUPS.items():
@@ -157,6 +157,21 @@ def _installed(models: ModelListing, width: int | None, on: str) -> Iterable[str
             yield wrapped(f"{head}: {why}.", width)
     if models.unlisted:
         yield f"Not listed: {len(models.unlisted)} more. `fleetctl doctor` says why."
+
+
+def _in_part(models: ModelListing, width: int | None) -> Iterable[str]:
+    if not models.in_part:
+        return
+    shown = models.in_part
+    columns = [
+        Column("IN PART", [one_line(part.name) for part in shown], 9),
+        Column("LAYERS", [f"{part.layers} of {part.of_layers}" for part in shown], 8),
+        Column("ON DISK", [f"{size(part.disk_bytes)} of {size(part.weights_bytes)}" for part in shown], 7),
+        Column("ANSWERED BY", ["here, with others" if part.own else "another machine" for part in shown], 6),
+        Column("FROM", ["hub" if part.from_hub else "that machine" for part in shown], 5),
+        Column("", ["loaded" if part.loaded else "" for part in shown], 8),
+    ]
+    yield "\n".join(drawn(fitted(columns, width)))
 
 
 def _of_others(models: ModelListing, width: int | None) -> Iterable[str]:

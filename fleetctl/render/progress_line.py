@@ -17,7 +17,7 @@ from typing import TextIO
 
 from fleetctl.render.columns import shortened
 from fleetctl.render.text import count, one_line, rough, size
-from fleetd.control.model_change import READING, MemberProgress
+from fleetd.control.model_change import FETCHING, READING, MemberProgress
 
 SHOW_AFTER_S = 0.5
 _REPAINT_S = 0.2
@@ -204,6 +204,6 @@ def of_members(members: Sequence[MemberProgress]) -> str:
 
 
 def _bytes_read(member: MemberProgress) -> str:
-    if member.stage != READING:
+    if member.stage != READING and member.stage not in FETCHING:
         return ""
     return f" {size(member.done_bytes)} of {size(member.total_bytes)}"

@@ -25,6 +25,9 @@ from fleetctl.render.text import (
     wrapped,
 )
 
+# Stages that count bytes: model_change.READING and FETCHING, whose module is not loaded here.
+_IN_BYTES = frozenset({"reading", "copying", "downloading", "downloading here"})
+
 
 @click.command("status")
 @json_option
@@ -162,8 +165,7 @@ def _far(held: dict[str, Any]) -> str:
     """How far another machine is with its part: " (reading 1.2 GB of 8.0 GB)"; "" once it has it."""
     if not (stage := one_line(str(held.get("stage") or ""))):
         return ""
-    # By name, as model_change.READING is: its module is not loaded here.
-    total = held.get("total_bytes") if stage == "reading" else 0
+    total = held.get("total_bytes") if stage in _IN_BYTES else 0
     figures = f" {size(held.get('done_bytes'))} of {size(total)}" if total else ""
     return f" ({stage}{figures})"
 

@@ -100,7 +100,7 @@ async def one_model(services: Services, name: str) -> ModelObject:
     """The model that a request for ``name`` would get. Raises ModelNotFound."""
     asked = untagged(services.names.named(name))
     try:
-        folder = await file_threads.look(services.models.resolve, asked)
+        folder = await file_threads.look(services.models.in_part, asked)
         able = await file_threads.look(
             abilities, folder.path, find(folder.name), services.pool.facts(folder.name)
         )
@@ -116,7 +116,7 @@ async def one_model(services: Services, name: str) -> ModelObject:
 
 async def all_models(services: Services) -> list[ModelObject]:
     """Each model of the fleet once."""
-    folders = await file_threads.look(services.models.installed)
+    folders = await file_threads.look(services.models.answerable)
     facts = {folder.name: services.pool.facts(folder.name) for folder in folders}
     able = await file_threads.look(
         lambda: [abilities(each.path, find(each.name), facts[each.name]) for each in folders]

@@ -20,7 +20,8 @@ class GroupPartView(msgspec.Struct, frozen=True):
     step_s: float = 0.0
     # Seconds that a token's hidden state travels to it, and from the last machine back, too; 0 for "this".
     hop_s: float = 0.0
-    # It has no file of the model, and fetches its layers from "this" before it loads them.
+    # It has no file of the model, and fetches its layers before it loads them: from "this", or from the hub
+    # if that has the model in part only.
     fetches: bool = False
 
 

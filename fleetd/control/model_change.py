@@ -16,6 +16,10 @@ Verb = Literal["pull", "load", "unload", "pin", "unpin", "remove"]
 Split = Literal["layers", "tensors"]
 #: The stage of a load in which weights are read: it counts their bytes.
 READING = "reading"
+#: Stages in which layers are fetched: they count the bytes that come. The machine that asks fetches those of
+#: one that does not reach the hub.
+FETCHING_HERE = "downloading here"
+FETCHING = frozenset({"copying", "downloading", FETCHING_HERE})
 VERBS: tuple[Verb, ...] = get_args(Verb)
 
 
@@ -24,9 +28,11 @@ class MemberProgress(msgspec.Struct, frozen=True):
 
     # The machine's name.
     name: Text = ""
-    # What it does: promised, "copying 40 %", "verifying 90 %", reading, warming up, measuring, loaded.
+    # What it does: downloading, downloading here, copying, fetched, promised, verifying, reading, warming up,
+    # measuring, loaded.
     stage: Text = ""
-    # Bytes of its layers that are in its memory, and all of them, as planned.
+    # Bytes of its layers that are in its memory, and all of them, as planned; while it fetches layers, those
+    # that have come, and all that it fetches.
     done_bytes: Count = 0
     total_bytes: Count = 0
 
@@ -41,7 +47,8 @@ class ModelProgress(msgspec.Struct, frozen=True):
     total_bytes: Count = 0
     # A word for people: connecting, downloading, copying, verifying, reading, warming up, measuring.
     stage: Text = ""
-    # Of a load over several machines, the others; the bytes above are of all of these together.
+    # Of a load over several machines, the others, and "this" while it fetches its own layers; the bytes above
+    # are of all of these together.
     members: Annotated[list[MemberProgress], Meta(max_length=limits.PLACEMENT_MACHINES)] | UnsetType = UNSET
 
 

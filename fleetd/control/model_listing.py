@@ -107,6 +107,23 @@ class UnlistedModel(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+class ModelInPart(msgspec.Struct, frozen=True):
+    """Some layers of a model that lie on this machine's disk, without the whole model."""
+
+    name: str = ""
+    # How many layers are here, and how many the model has.
+    layers: Count = 0
+    of_layers: Count = 0
+    # Bytes on the disk, and of the whole model's weights.
+    disk_bytes: Count = 0
+    weights_bytes: Count = 0
+    # This machine answers with it, together with others; else another machine does.
+    own: bool = False
+    # The layers came from the hub; else from the machine that answers.
+    from_hub: bool = False
+    loaded: bool = False
+
+
 class ModelListing(msgspec.Struct, frozen=True):
     """All models that this machine has or could have."""
 
@@ -121,6 +138,8 @@ class ModelListing(msgspec.Struct, frozen=True):
     evictable_bytes: Count = 0
     importable: list[ImportableModel] = []
     unlisted: list[UnlistedModel] = []
+    # Models of which single layers are here.
+    in_part: list[ModelInPart] = []
 
 
 class FoundModel(msgspec.Struct, frozen=True):

@@ -16,7 +16,8 @@ from fleetd.models.json_files import PULL_AGAIN, read_json
 from fleetd.models.opening import open_regular
 from fleetd.models.weights import missing_weights, weight_files
 
-Source = Literal["embedded", "hub", "folder", "added", "gguf", "lm-studio"]
+# "part": some layers of a model of the hub, for answers of this machine together with others.
+Source = Literal["embedded", "hub", "folder", "added", "gguf", "lm-studio", "part"]
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT_TOKENS = 2048

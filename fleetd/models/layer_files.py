@@ -14,7 +14,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -130,7 +130,12 @@ def files_of(path: Path) -> LayerFiles:
     }
     files[TABLE_NAME] = FileContent(msgspec.json.encode(dict(sorted(shapes.items()))))
     files[ENDS_NAME] = _content(ends)
-    return LayerFiles(files, len(parts), any(_PER_LAYER.search(name) for name in ends))
+    return LayerFiles(files, len(parts), needed_everywhere(ends))
+
+
+def needed_everywhere(ends: Iterable[str]) -> bool:
+    """Whether every layer needs the tensors of no layer, by their names."""
+    return any(_PER_LAYER.search(name) for name in ends)
 
 
 def check_numbers(path: Path, layers: Mapping[int, object]) -> None:

@@ -28,7 +28,7 @@ from fleetd.models.cpu_arithmetic import (
 )
 from fleetd.models.folder import ModelFolder
 from fleetd.models.heads import ROWS, head_tensors
-from fleetd.models.layer_files import absent, check_numbers, layer_of
+from fleetd.models.layer_files import PARTS, absent, check_numbers, layer_of
 from fleetd.models.safetensors_header import TensorInfo, read_header
 from fleetd.models.weights import weight_files
 
@@ -127,8 +127,8 @@ def weight_need(path: Path, on_disk: int, config: Mapping[str, Any], rules: Weig
             states = tuple(
                 (file, file.stat().st_mtime_ns, file.stat().st_size) for file in weight_files(path)
             )
-            if states:
-                return _sizes_in_files(states, _groups(config), plain=not is_quantised(config))
+            if states or path.parent.name == PARTS:
+                return _sizes_in_files(path, states, _groups(config), plain=not is_quantised(config))
             return sizes_by_config(on_disk, config)
         except (ModelCorrupt, OSError):
             return sizes_by_config(on_disk, config)
@@ -236,11 +236,10 @@ class GroupSizes(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=256)
 def _sizes_in_files(
-    states: tuple[tuple[Path, int, int], ...], groups: GroupSizes, *, plain: bool
+    path: Path, states: tuple[tuple[Path, int, int], ...], groups: GroupSizes, *, plain: bool
 ) -> CpuSizes:
     """What the headers of these files tell, cached by the files' times and sizes. Raises ModelCorrupt."""
-    files = [file for file, _, _ in states]
-    return cpu_sizes(_tensors(files[0].parent, files), groups, plain=plain)
+    return cpu_sizes(_tensors(path, [file for file, _, _ in states]), groups, plain=plain)
 
 
 def _tensors(path: Path, files: Iterable[Path]) -> Mapping[str, TensorInfo]:

@@ -21,6 +21,7 @@ from fleetd.models import (
     added,
     catalog,
     hub_cache,
+    hub_parts,
     install,
     manifest,
     model_names,
@@ -32,6 +33,7 @@ from fleetd.models import (
 from fleetd.models import digest as digests
 from fleetd.models.digest import ModelDigest
 from fleetd.models.folder import ModelFolder, Source, is_gguf, read_folder
+from fleetd.models.hub_parts import HubCommit, HubPartOrder
 from fleetd.models.other_stores import FoundFile
 from fleetd.models.pull_lines import PullProgress
 from fleetd.models.verify import Progress, verify
@@ -160,6 +162,64 @@ class ModelStore:
             param="model",
         )
 
+    def in_part(self, ref: str) -> ModelFolder:
+        """The part of a model with which this machine answers together with others, if the whole is not here.
+
+        Raises ModelNotFound, InvalidValue, ModelCorrupt.
+        """
+        try:
+            return self.resolve(ref)
+        except ModelNotFound:
+            entry = None if names.is_path(ref) else catalog.find(ref)
+            hub_id = _hub_id(entry.name if entry is not None else ref)
+            commit = entry.revision if entry is not None else None
+            found = hub_parts.own(self.models_dir, hub_id, commit) if hub_id is not None else None
+            if found is None:
+                raise
+            return found
+
+    def outline_order(self, ref: str) -> HubPartOrder | None:
+        """The order for ``pull_part`` after which ``in_part`` finds a model; None if it is not of the hub, or
+        here as a whole."""
+        if names.is_path(ref) or not self.needs_pull(ref):
+            return None
+        entry = catalog.find(ref)
+        if entry is not None and entry.name in catalog.wheels():
+            return None
+        name = entry.name if entry is not None else ref
+        commit = hub_parts.commit_of(entry.revision) if entry is not None else None
+        return HubPartOrder(hub_id, commit, own=True) if (hub_id := _hub_id(name)) is not None else None
+
+    def at_commit(self, at: HubCommit) -> ModelFolder | None:
+        """The whole model of this state of a repository, if it is here."""
+        return next(
+            (
+                folder
+                for folder in self.installed()
+                if folder.source == "hub"
+                and folder.revision == at.commit
+                and _hub_id(folder.name) == at.hub_id
+            ),
+            None,
+        )
+
+    def answerable(self) -> list[ModelFolder]:
+        """All models that this machine can answer with: those that are ``installed``, and own parts."""
+        whole = self.installed()
+        names_here = {folder.name for folder in whole}
+        found = (
+            hub_parts.own(self.models_dir, part.listing.at.hub_id)
+            for path, part in hub_parts.all_of(self.models_dir)
+            if parts.is_own(path) and part.listing.at.name not in names_here
+        )
+        own = {folder.name: folder for folder in found if folder is not None}
+        return [*whole, *own.values()]
+
+    def parts_here(self) -> list[parts.HeldPart]:
+        """What there is of models whose layers are here in part."""
+        found = (parts.held(path) for path in parts.all_of(self.models_dir))
+        return [each for each in found if each is not None]
+
     def needs_pull(self, ref: str) -> bool:
         """True if ``pull`` could bring a model that is not on this machine, by name, hub id or GGUF file."""
         try:
@@ -274,8 +334,11 @@ class ModelStore:
     def drop_parts(self) -> None:
         """Delete the parts of models that are here as a whole."""
         if any(parts.all_of(self.models_dir)):
-            whole = frozenset(self.known_digest(each) for each in self.installed())
-            parts.remove_whole(self.models_dir, whole)
+            folders = self.installed()
+            parts.remove_whole(self.models_dir, frozenset(self.known_digest(each) for each in folders))
+            for path, part in list(hub_parts.all_of(self.models_dir)):
+                if self.at_commit(part.listing.at) is not None:
+                    shutil.rmtree(path, ignore_errors=True)
 
     def pull(self, ref: str) -> AsyncGenerator[PullProgress, None]:
         """Bring a model to this machine, in a child process; ``aclose()`` ends it.
@@ -286,6 +349,11 @@ class ModelStore:
             ModelNotFound, DownloadFailed, DiskFull, ModelCorrupt, ModelRefused, ModelUnsupported
         """
         return pull_client.pull(ref, self.models_dir, self._hub_cache)
+
+    def pull_part(self, order: HubPartOrder) -> AsyncGenerator[PullProgress, None]:
+        """Bring layers of a model of the hub to this machine, in a child process; ``aclose()`` ends it, and
+        the next call goes on with the layer that it was at. Raises as ``pull``."""
+        return pull_client.pull_part(order, self.models_dir)
 
     def locate(self, ref: str) -> FoundFile | Path:
         """The place that ``ref`` names for ``add``: a path, or a file of another program by its name.
@@ -416,7 +484,12 @@ class ModelStore:
         return self.models_dir / _RECORDS / f"{key}.json"
 
     def digest(self, folder: ModelFolder) -> ModelDigest:
-        """The digest of the model's content. Hashes only files that have changed since the last time."""
+        """The digest of the model's content. Hashes only files that have changed since the last time.
+
+        That of a part is of what the hub lists, which is in ``hex`` alone.
+        """
+        if folder.source == "part":
+            return ModelDigest(hub_parts.read(folder.path).listing.digest, "", "", "")
         return digests.digest(folder, self.record_path(folder))
 
     def known_digest(self, folder: ModelFolder) -> str:

@@ -30,7 +30,7 @@ from fleetd.errors import (
     PeerUnreachable,
     ProtocolError,
 )
-from fleetd.models import file_threads, parts
+from fleetd.models import file_threads, hub_parts, parts
 from fleetd.models.catalog import find
 from fleetd.models.copy import client
 from fleetd.models.copy.messages import (
@@ -39,6 +39,7 @@ from fleetd.models.copy.messages import (
     PartOffer,
     PartOrder,
     offer_of,
+    part_offer_from_hub,
     part_offer_of,
 )
 from fleetd.models.folder import ModelFolder
@@ -261,7 +262,11 @@ class ModelCopies:
         stream.send(encode(await file_threads.read_whole(offer_of, self._models, folder)))
 
     async def _offer_part(self, _peer: str, body: bytes, stream: PeerStream) -> None:
-        folder = await self._model(_read_wanted(body).digest)
+        digest = _read_wanted(body).digest
+        if (part := await file_threads.look(self._own_part, digest)) is not None:
+            stream.send(encode(await file_threads.look(part_offer_from_hub, part)))
+            return
+        folder = await self._model(digest)
         stream.send(encode(await file_threads.read_whole(part_offer_of, self._models, folder)))
 
     async def _send(self, peer: str, body: bytes, stream: PeerStream) -> None:
@@ -270,13 +275,19 @@ class ModelCopies:
             raise Overloaded(f"This machine gives {limits.COPIES_GIVEN} copies already.")
         self._given += 1
         try:
-            folder = await self._model(order.digest)
+            part = await file_threads.look(self._own_part, order.digest)
+            path = part if part is not None else (await self._model(order.digest)).path
             with self._dialer.expect() as expected:
                 stream.send(encode(invitation(expected)))
-                log.info("copy.serving", peer=self._node.name_of(peer), model=folder.name)
-                await client.send(folder.path, order.needs, await expected.socket(), expected.key)
+                log.info("copy.serving", peer=self._node.name_of(peer), model=path.name)
+                await client.send(path, order.needs, await expected.socket(), expected.key)
         finally:
             self._given -= 1
+
+    def _own_part(self, digest: str) -> Path | None:
+        """The folder of a model that this machine answers with and has in part. Reads small files."""
+        path = hub_parts.place(self._models.models_dir, digest)
+        return path if parts.is_own(path) else None
 
     async def _model(self, digest: str) -> ModelFolder:
         return await model_by_digest(self._models, self._own_card(), "that model", digest)

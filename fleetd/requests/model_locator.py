@@ -47,7 +47,7 @@ class ModelLocator:
         """
         ref = untagged(self._names.named(named))
         try:
-            folder = self._models.resolve(ref)
+            folder = self._models.in_part(ref)
         except ModelNotFound as error:
             real = self._names.alias(ref)
             # What an alias stands for is not looked up as an alias again: settings could name a circle.

@@ -173,8 +173,12 @@ class LookedUp:
         self.asked.append(ref)
         raise ModelNotFound(f"There is no folder {ref}.", param="model")
 
+    in_part = resolve
+
     def installed(self) -> list[Any]:
         return []
+
+    answerable = installed
 
     async def pull(self, ref: str) -> AsyncIterator[Any]:
         raise AssertionError(ref)

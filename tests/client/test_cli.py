@@ -824,6 +824,19 @@ def test_models_says_what_is_not_listed_and_what_is_not_used(run: Run, daemon: F
     assert "Not listed: 1 more. `fleetctl doctor` says why." in listed
 
 
+def test_models_lists_what_is_here_in_part(run: Run, daemon: FakeDaemon) -> None:
+    part = {"name": "org/big", "layers": 31, "of_layers": 94, "disk_bytes": 44 * 10**9}
+    own = {**part, "weights_bytes": 132 * 10**9, "own": True, "from_hub": True, "loaded": True}
+    daemon.on("GET", "/fleet/v1/models", Reply(MODELS | {"in_part": [own, {**part, "name": "org/other"}]}))
+    listed = run("models", home=daemon.home).stdout
+    (line,) = [line for line in listed.splitlines() if line.startswith("org/big")]
+    assert "31 of 94" in line
+    assert "here, with others" in line
+    assert line.rstrip().endswith("loaded")
+    (line,) = [line for line in listed.splitlines() if line.startswith("org/other")]
+    assert "another machine" in line
+
+
 def test_pull_that_fails_in_the_middle(run: Run, daemon: FakeDaemon) -> None:
     error = {"error": {"message": "The hub answered 503.", "code": "download_failed", "hint": "Try later."}}
     daemon.on("GET", "/fleet/v1/models", Reply(MODELS))

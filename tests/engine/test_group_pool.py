@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from asking import folder_of
+from hub_outlines import outline
 from sharing import LAYERS, write
 
 from fleetd import limits
@@ -16,7 +17,7 @@ from fleetd.engine.daemon_side.group_front import GroupFront, GroupLife
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import Loading
 from fleetd.engine.settings import GroupMember
-from fleetd.errors import FleetError, GroupLost
+from fleetd.errors import FleetError, GroupLost, ModelUnsupported, NoMachine
 from fleetd.models.folder import ModelFolder
 
 pytestmark = pytest.mark.one_loop
@@ -86,6 +87,23 @@ async def test_a_model_that_is_to_be_here_alone_is_not_cut(tmp_path: Path) -> No
     try:
         await pool.load(folder, [])
         assert pool.engine(folder) is not None
+    finally:
+        await pool.close()
+
+
+async def test_a_model_in_part_is_never_loaded_alone(tmp_path: Path) -> None:
+    folder = outline(write(tmp_path / "tiny"), tmp_path / "models")
+    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30))
+    assert pool.takes_others(folder, None)
+    try:
+        for over in (None, []):
+            with pytest.raises(NoMachine, match="is here in part"):
+                await pool.load(folder, over)
+        pool.ranks = lambda *_: pytest.fail("not all files are here")
+        with pytest.raises(ModelUnsupported, match="need all files"):
+            async for _ in pool.loading(folder, over=["kitchen"], split="tensors"):
+                pass
+        assert pool.status() == []
     finally:
         await pool.close()
 

@@ -25,6 +25,9 @@ from fleetd.models.folder import ModelFolder
 # The clients' tests live beside the API's own; here they meet a real daemon instead of a scripted one.
 sys.path.append(str(Path(__file__).parents[1] / "api"))
 
+# So does the hub that the tests of downloads have.
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+
 from api_fakes import Target
 
 SMOL = "smollm2-135m"

@@ -7,8 +7,10 @@ import hashlib
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,12 @@ from model_files import make_folder
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+@cache
+def sha256(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
+
+
+@cache
 def git_sha1(raw: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(raw) + raw, usedforsecurity=False).hexdigest()
 
@@ -55,7 +63,14 @@ class Hub:
     stall: threading.Event = field(default_factory=threading.Event)
     stalled: threading.Event = field(default_factory=threading.Event)
     stall_after: dict[str, int] = field(default_factory=dict)
+    # Only requests that begin behind so many bytes of a file are cut or stalled.
+    faults_from: int = 0
     asked: list[tuple[str, str]] = field(default_factory=list)
+    # Bytes of files that were given, by name. ``whole_only``: it gives no parts of files, as some mirrors.
+    given: Counter[str] = field(default_factory=Counter)
+    whole_only: bool = False
+    # Files' hashes that it names with what it gives, if these are others than it lists.
+    tagged: dict[str, str] = field(default_factory=dict)
     # What a search finds, by the filter that it has or "", and the searches.
     listed: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     searched: list[dict[str, list[str]]] = field(default_factory=list)
@@ -117,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
                 entry: dict[str, Any] = {"rfilename": name, "size": len(raw), "blobId": git_sha1(raw)}
                 if name.endswith(".safetensors"):
                     entry["lfs"] = {
-                        "sha256": hashlib.sha256(raw).hexdigest(),
+                        "sha256": sha256(raw),
                         "size": len(raw),
                         "pointerSize": 130,
                     }
@@ -132,17 +147,26 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.asked.append((name, wanted))
         raw = self.hub.replaced.get(name, self.hub.models[hub_id][name])
         assert revision == self.hub.commit, "every file is asked for at the pinned commit"
-        start = int(wanted.removeprefix("bytes=").partition("-")[0]) if wanted else 0
+        if self.hub.whole_only:
+            wanted = ""
+        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        start, behind = int(first or 0), min(len(raw), int(last) + 1) if last else len(raw)
         headers = {"ETag": f'"{git_sha1(raw)}"', "X-Repo-Commit": self.hub.commit, "Accept-Ranges": "bytes"}
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(raw) - 1}/{len(raw)}"
-        body = raw[start:]
-        end = self.hub.cut_after.pop(name, None)
-        pause = self.hub.stall_after.pop(name, None)
+        if name.endswith(".safetensors"):
+            tag = self.hub.tagged.get(name, sha256(raw))
+            headers["X-Linked-Etag"] = f'"{tag}"'
+        is_part = bool(start or last) and bool(wanted)
+        if is_part:
+            headers["Content-Range"] = f"bytes {start}-{behind - 1}/{len(raw)}"
+        body = raw[start:behind]
+        self.hub.given[name] += len(body)
+        strikes = start >= self.hub.faults_from
+        end = self.hub.cut_after.pop(name, None) if strikes else None
+        pause = self.hub.stall_after.pop(name, None) if strikes else None
         if end is None and pause is None:
-            self._send(206 if start else 200, body, headers)
+            self._send(206 if is_part else 200, body, headers)
             return
-        self.send_response(206 if start else 200)
+        self.send_response(206 if is_part else 200)
         for key, value in ({"Content-Length": str(len(body))} | headers).items():
             self.send_header(key, value)
         self.end_headers()

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hub_outlines import outline
 from model_files import make_folder, write_weights
 from two_machines import KEY, FaultyWire, exhausted
 
 from fleetd.errors import FleetError, ModelCorrupt, ModelNotFound, PeerLost
-from fleetd.models import layer_files, parts
+from fleetd.models import hub_parts, layer_files, parts
 from fleetd.models.copy import client
-from fleetd.models.copy.messages import CopyNeed, PartOrder, part_offer_of
+from fleetd.models.copy.messages import CopyNeed, PartOrder, part_offer_from_hub, part_offer_of
+from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
 from fleetd.models.safetensors_header import read_header
 from fleetd.models.verify import verify
@@ -198,6 +200,45 @@ async def test_parts_that_were_not_used_for_longest_make_room(
     parts.make_room(here.models_dir, here.models_dir / "another", 1000)
     assert not place(here, order).exists()
     assert other.exists()
+
+
+# ---- of a machine that has the model in part itself ------------------------------------------------------
+
+
+def order_of_part(folder: Path, digest: str, first: int, last: int) -> PartOrder:
+    return PartOrder(part_offer_from_hub(folder), digest, "org/own", SOURCE, first, last)
+
+
+@pytest.fixture
+def in_part(tmp_path: Path) -> ModelFolder:
+    """The first two of four layers."""
+    whole = make_folder(tmp_path / "one", num_hidden_layers=LAYERS)
+    write_weights(whole / "model.safetensors", "embed.weight", *(f"layers.{n}.a" for n in range(LAYERS)))
+    return outline(whole, tmp_path / "there", layers=range(2))
+
+
+async def test_a_machine_gives_layers_of_a_model_that_it_has_in_part(
+    in_part: ModelFolder, there: ModelStore, here: ModelStore
+) -> None:
+    digest = hub_parts.read(in_part.path).listing.digest
+    order = order_of_part(in_part.path, digest, 0, 2)
+    await fetched(there, here, order, folder=in_part.path)
+    assert tensors(place(here, order)) == {"layers.0.a", "layers.1.a"}
+    assert set(layer_files.absent(place(here, order))) == {"embed.weight", "layers.2.a", "layers.3.a"}
+    verify(place(here, order), full=True)
+    # It is believed for that machine's work alone.
+    assert not parts.is_from_hub(place(here, order))
+    with pytest.raises(PeerLost):
+        await fetched(there, here, order_of_part(in_part.path, digest, 2, 4), folder=in_part.path)
+
+
+async def test_layers_of_another_listing_than_was_asked_for_are_refused(
+    in_part: ModelFolder, there: ModelStore, here: ModelStore
+) -> None:
+    order = order_of_part(in_part.path, "0" * 64, 0, 2)
+    with pytest.raises(ModelCorrupt, match="were offered"):
+        await fetched(there, here, order, folder=in_part.path)
+    assert not place(here, order).exists()
 
 
 def test_layer_files_are_the_same_however_a_model_is_spread(there: ModelStore, tmp_path: Path) -> None:

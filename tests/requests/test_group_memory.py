@@ -267,11 +267,11 @@ def test_what_a_worker_holds_by_now_is_not_counted_twice() -> None:
     assert promised.outstanding_bytes == 0
 
 
-def test_of_layers_that_are_copied_first_the_share_is_said() -> None:
+def test_of_layers_that_are_copied_first_the_bytes_that_came_are_said() -> None:
     machine = GroupMachine("n1", "kitchen", 1000, 0, layer_bytes=100)
     asked = _AskedMember(GroupPart(machine, 15, 30), GroupMember(15, 30, "m1", "kitchen"))
     said = []
     for told in (StageTold("copying", 4, 10), StageTold("verifying"), StageTold("reading", 1, 2)):
         asked.hear(told)
-        said.append((asked.progress.stage, asked.progress.done_bytes))
-    assert said == [("copying 40 %", 0), ("verifying", 0), ("reading", 750)]
+        said.append((asked.progress.stage, asked.progress.done_bytes, asked.progress.total_bytes))
+    assert said == [("copying", 4, 10), ("verifying", 0, 1500), ("reading", 750, 1500)]

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hub_outlines import outline
 from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.control.model_facts import MeasuredSpeed, ModelShape
+from fleetd.errors import DownloadFailed, NoMachine, ProtocolError
 from fleetd.limits import GIB
+from fleetd.models import hub_parts
 from fleetd.models.folder import ModelFolder, read_folder
 from fleetd.models.memory_need import WORKING_BYTES, WeightRules
 from fleetd.models.safetensors_write import PlannedTensor, write_safetensors
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan.group_cut import GroupCut, Shortage
+from fleetd.requests.groups import messages
 from fleetd.requests.groups.machine_speeds import decode_tok_s
+from fleetd.requests.groups.messages import StageQuestion
 from fleetd.requests.groups.planning import FleetGroups, GroupPlan
 from fleetd.requests.members.members import Member, Members
 
@@ -99,6 +105,83 @@ def test_it_gets_no_more_layers_than_its_link_brings_in_time(folder: ModelFolder
     layer = 1 << 20
     slow = machine("bare", part_bytes=GIB, bytes_per_s=3.5 * layer / limits.PART_FETCH_S)
     assert parts(planned(folder, slow)) == {"this": 5, "bare": 3}
+
+
+# ---- a model that is on no machine as a whole ------------------------------------------------------------
+
+
+@pytest.fixture
+def in_part(folder: ModelFolder, tmp_path: Path) -> ModelFolder:
+    return outline(folder.path, tmp_path / "models")
+
+
+def planned_in_part(
+    folder: ModelFolder, *others: Member, disk_bytes: int = GIB, over: tuple[str, ...] = ()
+) -> GroupPlan | None:
+    """The plan of a machine with memory for five of the layers, and none of them on its disk."""
+    own = Card("here", 1, 1, machine=M4, part_bytes=disk_bytes)
+    members = Members(lambda: others, lambda: own)
+    partners: Any = None
+    rules = WeightRules("metal", budget_bytes=8 << 20)
+    return FleetGroups(partners, members, lambda: rules).plan(folder, "", over)
+
+
+def test_a_model_in_part_is_cut_by_its_outline_and_every_machine_fetches(in_part: ModelFolder) -> None:
+    found = planned_in_part(in_part, machine("bare", part_bytes=GIB, bytes_per_s=1.0))
+    # The link does not count: nobody sends layers over it.
+    assert parts(found) == {"this": 4, "bare": 4}
+    assert found is not None
+    assert found.from_hub
+    assert found.digest == hub_parts.read(in_part.path).listing.digest
+    assert [part.fetches for part in found.view.parts] == [True, True]
+    assert found.view.why.endswith("The layers of this and bare are fetched from the hub first.")
+
+
+def test_no_machine_gets_more_layers_of_it_than_its_disk_has_room_for(
+    in_part: ModelFolder, folder: ModelFolder, tmp_path: Path
+) -> None:
+    roomy = machine("bare", part_bytes=GIB)
+    # Embedding and head lie on this machine's disk as well.
+    assert parts(planned_in_part(in_part, roomy, disk_bytes=4 << 20)) == {"this": 3, "bare": 5}
+    with_two = outline(folder.path, tmp_path / "others", layers=range(2))
+    assert parts(planned_in_part(with_two, roomy, disk_bytes=3 << 20)) == {"this": 4, "bare": 4}
+    none = planned_in_part(in_part, machine("bare", part_bytes=3 << 20), disk_bytes=3 << 20)
+    assert none is not None
+    assert isinstance(none.found, Shortage)
+
+
+def test_a_machine_with_all_files_of_that_commit_fetches_none(in_part: ModelFolder) -> None:
+    whole = ModelCard(in_part.name, "w" * 64, in_part.revision, "hub")
+    found = planned_in_part(in_part, machine("has", models=(whole,)))
+    assert found is not None
+    assert [part.fetches for part in found.view.parts] == [True, False]
+    other = machine("other", models=(replace(whole, revision="f" * 40),))
+    assert planned_in_part(in_part, other) is None
+    with pytest.raises(NoMachine):
+        planned_in_part(in_part, other, over=("other",))
+
+
+def test_a_named_machine_that_failed_lately_is_asked_again(in_part: ModelFolder) -> None:
+    own, digest = Card("here", 1, 1, machine=M4, part_bytes=GIB), hub_parts.read(in_part.path).listing.digest
+    members = Members(lambda: [machine("bare", part_bytes=GIB)], lambda: own)
+    partners: Any = None
+    groups = FleetGroups(partners, members, lambda: WeightRules("metal", budget_bytes=8 << 20))
+    members.failed("bare", "prefill", DownloadFailed("The hub could not be reached."), digest)
+    assert parts(groups.plan(in_part, "", ("bare",))) == {"this": 4, "bare": 4}
+
+
+def test_attack_a_peer_names_something_else_as_a_repository() -> None:
+    for hub_id in ("../../etc", "org/../name", "org/name/more", "https://else/where", "org"):
+        asked = StageQuestion("own", DIGEST, "g1", 0, 2, 16, hub=hub_parts.HubCommit(hub_id, "0" * 40))
+        with pytest.raises(ProtocolError):
+            messages.decode(messages.encode(asked), StageQuestion)
+    at = hub_parts.HubCommit("org/own", "0" * 40)
+    good = StageQuestion("own", DIGEST, "g1", 0, 2, 16, hub=at)
+    assert messages.decode(messages.encode(good), StageQuestion).hub == at
+    for commit in ("main", "0" * 39, "../../../../../../../../../../../../../../"):
+        bad = replace(good, hub=replace(at, commit=commit))
+        with pytest.raises(ProtocolError):
+            messages.decode(messages.encode(bad), StageQuestion)
 
 
 # ---- speeds ----------------------------------------------------------------------------------------------

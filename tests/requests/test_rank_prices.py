@@ -142,6 +142,8 @@ class OneFolderStore:
     def resolve(self, ref: str) -> ModelFolder:
         return self._folder
 
+    in_part = resolve
+
 
 def loaded(
     folder: ModelFolder,

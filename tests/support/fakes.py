@@ -316,6 +316,18 @@ class FakeModels:
             )
         return next((folder for folder in self.found or () if folder.name == ref), FakeFolder(ref))
 
+    def in_part(self, ref: str) -> FakeFolder:
+        return self.resolve(ref)
+
+    def outline_order(self, ref: str) -> None:
+        return None
+
+    def answerable(self) -> list[FakeFolder]:
+        return self.installed()
+
+    def parts_here(self) -> list[Any]:
+        return []
+
     def needs_pull(self, ref: str) -> bool:
         return ref in self.known and ref not in self.names
 

@@ -22,6 +22,7 @@ from fleetd.control.model_listing import (
     ImportableModel,
     InstalledModel,
     ModelFit,
+    ModelInPart,
     ModelListing,
     UnlistedModel,
 )
@@ -98,7 +99,27 @@ def _listing(
         evictable_bytes=sum(engine.memory_bytes for engine in status.engines if engine.evictable),
         importable=importable,
         unlisted=unlisted,
+        in_part=_in_part(services, status),
     )
+
+
+def _in_part(services: Services, status: DaemonStatus) -> list[ModelInPart]:
+    """The models of which single layers are here."""
+    in_use = {engine.part_of or engine.model for engine in status.engines}
+    return [
+        ModelInPart(
+            each.name,
+            each.layers,
+            each.of_layers,
+            each.disk_bytes,
+            each.weights_bytes,
+            each.own,
+            each.from_hub,
+            # A part for another machine has the beginning of its digest in its name.
+            loaded=any(name.partition("~")[0] == each.name for name in in_use),
+        )
+        for each in services.models.parts_here()
+    ]
 
 
 class _Drafters(msgspec.Struct, frozen=True):

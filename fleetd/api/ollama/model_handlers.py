@@ -76,7 +76,7 @@ async def show(request: web.Request) -> web.StreamResponse:
 
 def _shown(services: Services, model: ModelObject) -> o.OllamaShown:
     try:
-        folder: ModelFolder | None = services.models.resolve(services.names.here(model.id))
+        folder: ModelFolder | None = services.models.in_part(services.names.here(model.id))
     except FleetError:
         folder = None
     name = folder.name if folder is not None else untagged(model.id)

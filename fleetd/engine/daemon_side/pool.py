@@ -42,7 +42,15 @@ from fleetd.engine.protocol import (
     RerankTexts,
 )
 from fleetd.engine.settings import RingPlace, WorkerOptions, WorkerSettings
-from fleetd.errors import EngineDied, FleetError, GroupLost, NoMachine, OutOfMemory, Overloaded
+from fleetd.errors import (
+    EngineDied,
+    FleetError,
+    GroupLost,
+    ModelUnsupported,
+    NoMachine,
+    OutOfMemory,
+    Overloaded,
+)
 from fleetd.limits import MIB
 from fleetd.models import cpu_arithmetic
 from fleetd.models.cpu_arithmetic import CpuArithmetic
@@ -484,6 +492,8 @@ class EnginePool:
         files."""
         if over is not None:
             return bool(over)
+        if folder.source == "part":
+            return True
         rules = self.weight_rules()
         need = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
         return need.n_bytes > rules.budget_bytes
@@ -884,17 +894,29 @@ class EnginePool:
             "on_reading": self._tell_of_prompts,
         }
         if wanted.split == "tensors" and wanted.over and self.ranks is not None:
+            if folder.source == "part":
+                raise ModelUnsupported(
+                    f"{folder.name} is here in part, and machines that divide every layer need all files.",
+                    hint="Deal its layers out (--split layers), or get all of it: "
+                    f"fleetctl models pull {folder.name}",
+                )
             ring = self.ranks(folder, sorted(wanted.over))
             options["weights_bytes"] //= 1 + len(wanted.over)
             return [GroupFront(self._settings(wanted, None), ring, **options)]
         if wanted.ring is not None:
             options["weights_bytes"] //= wanted.ring.size
-        too_large = not (wanted.last or wanted.ring) and need.n_bytes > rules.budget_bytes
+        whole = not (wanted.last or wanted.ring)
+        too_large = whole and (need.n_bytes > rules.budget_bytes or folder.source == "part")
         group = None
         if wanted.over or (wanted.over is None and too_large):
             group = self.groups(folder, need.arithmetic, sorted(wanted.over or ()))
         if group is not None:
             return [GroupFront(settings, group, **options)]
+        if whole and folder.source == "part":
+            raise NoMachine(
+                f"{folder.name} is here in part, and there are no other machines that may hold the rest.",
+                hint=f"Get all of it: fleetctl models pull {folder.name}",
+            )
         return [EngineProcess(settings, **options)]
 
     def _settings(self, wanted: _WantedLayers, drafter: Path | None) -> WorkerSettings:

@@ -7,6 +7,7 @@ for, and may have only names and sizes that a model's data files have.
 from __future__ import annotations
 
 import fnmatch
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -15,8 +16,9 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.errors import ModelCorrupt, ModelRefused
 from fleetd.models import digest as digests
-from fleetd.models import layer_files, manifest, names
+from fleetd.models import hub_parts, layer_files, manifest, names, parts
 from fleetd.models.folder import ModelFolder, Source
+from fleetd.models.hub_parts import HubListing
 from fleetd.models.pull_lines import PullLine
 from fleetd.models.weights import WEIGHTS_PATTERN
 
@@ -59,6 +61,8 @@ class PartOffer(msgspec.Struct, frozen=True):
     ends: _Size
     # Bytes of the table of tensors.
     table: Annotated[int, Meta(gt=0, le=limits.MODEL_JSON_BYTES)]
+    # What the hub lists, if the other machine has the model in part only: ``whole`` is then of small files.
+    listing: HubListing | None = None
 
 
 class PartOrder(msgspec.Struct, frozen=True):
@@ -141,6 +145,42 @@ def part_offer_of(store: ModelStore, folder: ModelFolder) -> PartOffer:
     )
 
 
+def part_offer_from_hub(path: Path) -> PartOffer:
+    """The offer of single layers of a model that is here in part; those that are here are given.
+
+    Raises ModelCorrupt.
+    """
+    part, known = hub_parts.read(path), parts.find(path)
+    records = known.known.files if known is not None else {}
+    if layer_files.TABLE_NAME not in records:
+        raise ModelCorrupt(f"There is no outline of a model in {path}.")
+    small = [
+        OfferedFile(name, records[name].size_bytes, records[name].blake3)
+        for name in digests.CONFIGS & set(records)
+    ]
+    sizes = hub_parts.file_sizes(part)
+    everywhere = layer_files.ENDS_NAME in hub_parts.file_names(part, 0, 1, own=False)
+    return PartOffer(
+        CopyOffer("hub", part.listing.at.commit, sorted(small, key=lambda file: file.name)),
+        [sizes[layer_files.name_of(layer)] for layer in range(part.layers)],
+        sizes[layer_files.ENDS_NAME] if everywhere else 0,
+        records[layer_files.TABLE_NAME].size_bytes,
+        part.listing,
+    )
+
+
+def check_part(offer: PartOffer, digest: str) -> None:
+    """Check an offer of layers against the digest that was asked for. Raises as ``check``."""
+    if offer.listing is None:
+        check(offer.whole, digest)
+        return
+    _check_files(offer.whole)
+    if offer.listing.digest != digest:
+        raise ModelCorrupt(
+            f"Layers of the model {offer.listing.digest[:12]} were offered, not of {digest[:12]}."
+        )
+
+
 def digest_of(offer: CopyOffer) -> str:
     """The digest that the offered files add up to, in hex."""
     records = {
@@ -158,6 +198,16 @@ def check(offer: CopyOffer, digest: str) -> None:
         ModelRefused: a file is no plain data file of a model, or there are more than a model has.
         ModelCorrupt: the files are another model than the one that was asked for.
     """
+    _check_files(offer)
+    if (found := digest_of(offer)) != digest:
+        raise ModelCorrupt(
+            f"The files that were offered make up the model {found[:12]}, not {digest[:12]}.",
+            hint="Pull the model from another machine, or from where it was published.",
+        )
+
+
+def _check_files(offer: CopyOffer) -> None:
+    """Raises ModelRefused as ``check``."""
     seen: set[str] = set()
     for file in offer.files:
         if not names.is_file_name(file.name) or not manifest.is_part(file.name):
@@ -177,8 +227,3 @@ def check(offer: CopyOffer, digest: str) -> None:
     total = sum(file.size_bytes for file in offer.files)
     if total > limits.COPY_BYTES:
         raise ModelRefused(f"The model is said to have {total} bytes, over the bound of {limits.COPY_BYTES}.")
-    if (found := digest_of(offer)) != digest:
-        raise ModelCorrupt(
-            f"The files that were offered make up the model {found[:12]}, not {digest[:12]}.",
-            hint="Pull the model from another machine, or from where it was published.",
-        )

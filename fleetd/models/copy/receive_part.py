@@ -38,7 +38,7 @@ def receive_part(order: PartOrder, models_dir: Path, connect: Connect, report: R
         PeerLost, SealBroken: the stream broke off.
         DiskFull: nothing stays.
     """
-    messages.check(order.offer.whole, order.digest)
+    messages.check_part(order.offer, order.digest)
     place = parts.place(models_dir, order.digest, order.source)
     with (
         install.locked(models_dir, place.name, report),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fleetd import limits
 from fleetd.errors import ModelCorrupt, ModelRefused
-from fleetd.models import layer_files, manifest, names, verify
+from fleetd.models import layer_files, manifest, names, parts, verify
 from fleetd.models.copy import child_process
 from fleetd.models.copy.child_process import DaemonLines
 from fleetd.models.copy.messages import CopyNeed, SendOrder
@@ -33,7 +33,9 @@ def send(order: SendOrder, sender: SealedSender, report: Report) -> None:
     """
     folder = Path(order.folder)
     homes = verify.homes(folder)
-    layers = _layers(folder, homes) if any(is_layer_file(need.file) for need in order.needs) else {}
+    # Of a model that is here in part, the files of layers lie there.
+    by_layers = not parts.is_from_hub(folder) and any(is_layer_file(need.file) for need in order.needs)
+    layers = _layers(folder, homes) if by_layers else {}
     # All files are found before the first byte is sent: a wrong name must not cost a transfer.
     found = [(need, layers.get(need.file) or _find(folder, need, homes)) for need in order.needs]
     total = sum(max(0, content.size_bytes - need.offset) for need, content in found)

@@ -18,11 +18,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from fleetd import limits
 from fleetd.errors import DownloadFailed, ModelCorrupt, ModelNotFound, ModelRefused, ModelUnsupported
 from fleetd.models import install, manifest, names
+from fleetd.models.hub_parts import RemoteFile
 from fleetd.models.opening import open_regular
 from fleetd.models.pull import hub_gguf
 from fleetd.models.pull_lines import PullProgress, Report
@@ -35,19 +34,6 @@ WANTED: Sequence[str] = ("*.json", WEIGHTS_PATTERN, "tokenizer.model", "*.tiktok
 #: What a model was trained with.
 NOT_WANTED = frozenset({"data_config.json"})
 _GGUF = ".gguf"
-
-
-class RemoteFile(msgspec.Struct, frozen=True):
-    """A file of a repository on the hub."""
-
-    name: str
-    size_bytes: int
-    # The hash of its content, in hex, if it lies in large-file storage.
-    sha256: str | None
-    # The hash that git gives the file, in hex, for other files.
-    git_sha1: str | None
-    # Its path in the repository, which is longer for a step of a model for vectors.
-    path: str
 
 
 def pull_hub(
@@ -121,17 +107,26 @@ def _import(first: Path, commit: str, name: str, folder: str, models_dir: Path, 
 
 def _listing(hub_id: str, revision: str | None, staged: Path) -> tuple[str, list[RemoteFile]]:
     """The commit and its wanted files, small ones first: a bad config ends a pull before the weights come."""
-    from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
     started = revision or install.staged_content(staged)
     try:
-        info: Any = HfApi().model_info(hub_id, revision=started, files_metadata=True)
+        return listing(hub_id, started)
     except RevisionNotFoundError:
         if revision is not None or started is None:
             raise
         # The commit that an earlier attempt began with is gone; begin again.
-        info = HfApi().model_info(hub_id, files_metadata=True)
+        return listing(hub_id, None)
+
+
+def listing(hub_id: str, revision: str | None) -> tuple[str, list[RemoteFile]]:
+    """The commit that a revision names and its wanted files, small ones first. None: ``main``.
+
+    Raises DownloadFailed, ModelUnsupported, and errors of the library (``typed_failures``).
+    """
+    from huggingface_hub import HfApi
+
+    info: Any = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
     commit = str(info.sha or "")
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
         raise DownloadFailed(f"The hub names no commit for {hub_id}.", hint="Try again later.")
@@ -197,12 +192,12 @@ def _fetch_all(hub_id: str, commit: str, files: list[RemoteFile], staged: Path, 
 
         # A file that is here may have come from a peer: the hub's hash decides.
         if not (staged / file.name).is_file() or not _has_its_hash(staged / file.name, file):
-            _fetch(hub_id, commit, file, staged, advance)
+            fetch(hub_id, commit, file, staged, advance)
         before += file.size_bytes
         advance(file.size_bytes, before=before - file.size_bytes)
 
 
-def _fetch(hub_id: str, commit: str, file: RemoteFile, staged: Path, advance: Any) -> None:
+def fetch(hub_id: str, commit: str, file: RemoteFile, staged: Path, advance: Any) -> None:
     """Append the missing bytes to the partial file, check it, and give it its name. Raises DownloadFailed."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from fleetd.errors import BadRequest, DownloadFailed, FleetError, ModelNotFound
@@ -86,6 +87,30 @@ def _import_file(source: Path, folder: str, models_dir: Path, report: Report) ->
 # ---- The process -----------------------------------------------------------------------------------------
 
 
+def run(what: str, work: Callable[[Reporter], str], *, as_json: bool) -> int:
+    """Do ``work``, which returns a name, and report its result or error. Returns the exit status.
+
+    Args:
+        what: the name of the work, for errors.
+        as_json: report as lines for the daemon, and end with it.
+    """
+    reporter = Reporter(as_json=as_json)
+    if as_json:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        name = work(reporter)
+    except FleetError as error:
+        reporter.close(None, error)
+        return 2 if isinstance(error, BadRequest) else 1
+    except Exception as error:  # the boundary of the process: the daemon gets a sentence, not a traceback
+        reporter.close(
+            None, DownloadFailed(f"{what} failed: {error!r}.", hint="Try again; then report this.")
+        )
+        return 1
+    reporter.close(name, None)
+    return 0
+
+
 def _end_with_parent() -> None:
     """End the process when stdin ends: the daemon keeps it open for as long as it wants the model."""
     sys.stdin.buffer.read()
@@ -101,24 +126,12 @@ def main() -> int:
     parser.add_argument("--hub-cache", type=Path)
     parser.add_argument("--json", action="store_true", help="progress as JSON lines; ends when stdin does")
     options = parser.parse_args()
-    reporter = Reporter(as_json=options.json)
-    if options.json:
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        name = pull(options.model, ModelStore(options.models_dir, hub_cache=options.hub_cache), reporter)
-    except FleetError as error:
-        reporter.close(None, error)
-        return 2 if isinstance(error, BadRequest) else 1
-    except Exception as error:  # the boundary of the process: the daemon gets a sentence, not a traceback
-        reporter.close(
-            None,
-            DownloadFailed(
-                f"The download of {options.model} failed: {error!r}.", hint="Try again; then report this."
-            ),
-        )
-        return 1
-    reporter.close(name, None)
-    return 0
+    store = ModelStore(options.models_dir, hub_cache=options.hub_cache)
+    return run(
+        f"The download of {options.model}",
+        lambda report: pull(options.model, store, report),
+        as_json=options.json,
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """One group seen from the machine that answers: which machines hold what, and whether they still do.
 
-    planned ──► each promises memory in turn ──► all at once: layers are loaded
+    planned ──► of a model that is here in part: all fetch their layers at once
+        ──► each promises memory in turn ──► all at once: layers are loaded
         and streams are opened ──► members open streams to each other
         ──► the engine here has the streams ──► watched
 
@@ -12,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -23,11 +24,13 @@ from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.control.daemon_status import Carried
-from fleetd.control.model_change import READING, MemberProgress
+from fleetd.control.model_change import FETCHING, FETCHING_HERE, READING, MemberProgress
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Loading, StreamTag
 from fleetd.engine.settings import GroupMember, RingPlace
 from fleetd.errors import (
+    DiskFull,
+    DownloadFailed,
     FleetError,
     GroupLost,
     MembersApart,
@@ -36,6 +39,8 @@ from fleetd.errors import (
     PeerLost,
     ProtocolError,
 )
+from fleetd.models.hub_parts import HubCommit
+from fleetd.models.pull_lines import PullProgress
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.group_cut import GroupCut, GroupPart
@@ -43,10 +48,14 @@ from fleetd.requests.concurrency import cancel_all, gather_or_cancel
 from fleetd.requests.groups import messages
 from fleetd.requests.groups.known_hops import KnownHops
 from fleetd.requests.groups.messages import LinkQuestion, LinkTold, NextMember, StageQuestion, StageTold
+from fleetd.requests.job import THIS_NAME
 from fleetd.requests.ports import FleetPort
 from fleetd.requests.remote.peer_stream import next_message, said_by
 
 log = structlog.get_logger(__name__)
+
+#: Fetches layers [first, last) of the model and what belongs to none, as far as they are not here.
+Bring = Callable[[int, int], AsyncGenerator[PullProgress, None]]
 
 
 @dataclass(slots=True)
@@ -66,6 +75,10 @@ class _AskedMember:
     # What it does, and the share of its layers' bytes that it has read.
     stage: str = field(default="asked")
     read: float = field(default=0.0)
+    # It does not reach the hub, and gets its layers from this machine.
+    from_here: bool = field(default=False)
+    # Bytes of layers that it has fetched, and of all that it fetches; None while it fetches none.
+    fetched: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -73,7 +86,7 @@ class _AskedMember:
 
     def hear(self, told: StageTold) -> None:
         """Take over how far its load is."""
-        self.arithmetic, self.layers = told.arithmetic, told.layers
+        self.arithmetic, self.layers, self.fetched = told.arithmetic, told.layers, None
         if told.stream is not None:
             self.stage, self.read = "loaded", 1.0
             return
@@ -81,13 +94,15 @@ class _AskedMember:
             self.read = min(1.0, told.done / told.total)
         elif self.stage == READING:
             self.read = 1.0
-        # What is read shows in bytes; of what comes before, above all fetching, the share is said.
-        share = f" {100 * told.done // told.total} %" if told.total and told.stage != READING else ""
-        self.stage = told.stage + share
+        if told.stage in FETCHING:
+            self.fetched = told.done, told.total
+        self.stage = told.stage
 
     @property
     def progress(self) -> MemberProgress:
         n_bytes = (self.part.last - self.part.first) * self.part.machine.layer_bytes
+        if self.fetched is not None:
+            return MemberProgress(self.name, self.stage, *self.fetched)
         return MemberProgress(self.name, self.stage, int(self.read * n_bytes), n_bytes)
 
 
@@ -98,6 +113,8 @@ class FleetGroup:
     failed: told of each member that is lost, by its node id, and why.
     hops: which members have reached each other.
     after: the id of a group that has ended, whose layers the members free before they promise memory.
+    hub: where the model's files are, if they are not here as a whole.
+    bring: brings this machine's own layers.
     """
 
     # Layers are not divided.
@@ -117,8 +134,12 @@ class FleetGroup:
         hops: KnownHops | None = None,
         *,
         after: str = "",
+        hub: HubCommit | None = None,
+        bring: Bring | None = None,
     ) -> None:
-        self._after = after
+        self._after, self._hub, self._bring = after, hub, bring
+        # How far this machine is with its own layers; None if it does not fetch them.
+        self._own: MemberProgress | None = None
         self._partners, self._model, self._digest, self._planned = partners, model, digest, planned
         self._promise_here, self._promised = promise_here, ExitStack()
         self._is_promised = False
@@ -152,6 +173,11 @@ class FleetGroup:
     async def form(self, told: Callable[[Loading], None]) -> None:
         """Have every member load its layers, and open the streams to them. Raises the first failure, naming
         its machine: GroupLost, OutOfMemory, or ModelError if others would do no better."""
+        if self._bring is not None:
+            await gather_or_cancel(
+                self._fetch(told), *(self._have_fetched(held, told) for held in self._held)
+            )
+            self._own = None
         # In this order on all machines: of two groups one is promised all that it needs.
         for held in sorted(self._held, key=lambda held: held.part.machine.node_id):
             if held.part.machine.node_id > self._partners.node_id:
@@ -198,13 +224,70 @@ class FleetGroup:
 
     async def _begin(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
         """Ask a member, and wait until it has promised the memory."""
+        with self._forming(held):
+            held.stream = self._asked(held, messages.SERVE)
+            await self._hear(held, held.stream, told)
+
+    def _asked(self, held: _AskedMember, method: str) -> PeerStream:
         part = held.part
         ask = StageQuestion(
-            self._model, self._digest, self.id, part.first, part.last, self._planned.tokens, self._after
+            self._model,
+            self._digest,
+            self.id,
+            part.first,
+            part.last,
+            self._planned.tokens,
+            self._after,
+            None if held.from_here else self._hub,
         )
+        return self._partners.request(part.machine.node_id, method, messages.encode(ask))
+
+    # ---- layers that nobody has yet ------------------------------------------------------------------------
+
+    async def _have_fetched(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
+        """Until a member has its layers: from the hub or, if it does not reach that, through this machine."""
         with self._forming(held):
-            held.stream = self._partners.request(part.machine.node_id, messages.SERVE, messages.encode(ask))
-            await self._hear(held, held.stream, told)
+            try:
+                await self._fetching(held, told)
+            except DownloadFailed as error:
+                failed = error
+            else:
+                return
+        log.warning("group.fetched_here", model=self._model, peer=held.name, reason=failed.message)
+        try:
+            async for step in self._brought(held.part):
+                held.stage, held.fetched = FETCHING_HERE, (step.done_bytes, step.total_bytes)
+                told(self._progress())
+        except (DiskFull, DownloadFailed) as error:
+            log.warning("group.not_fetched_here", model=self._model, peer=held.name, reason=error.message)
+            with self._forming(held):
+                raise failed from error
+        held.from_here = True
+        with self._forming(held):
+            await self._fetching(held, told)
+
+    async def _fetching(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
+        stream = self._asked(held, messages.FETCH)
+        try:
+            while (body := await self._next(stream)) is not None:
+                held.hear(messages.decode(body, StageTold))
+                told(self._progress())
+        finally:
+            stream.cancel()
+        held.stage, held.fetched = "fetched", None
+
+    async def _brought(self, part: GroupPart) -> AsyncGenerator[PullProgress, None]:
+        """Bring layers to this machine. Raises why they cannot be."""
+        if self._bring is not None:
+            async with aclosing(self._bring(part.first, part.last)) as steps:
+                async for step in steps:
+                    yield step
+
+    async def _fetch(self, told: Callable[[Loading], None]) -> None:
+        """Bring this machine's own layers. Raises why they cannot be."""
+        async for step in self._brought(self._planned.parts[0]):
+            self._own = MemberProgress(THIS_NAME, step.stage, step.done_bytes, step.total_bytes)
+            told(self._progress())
 
     async def _join(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
         """Until all members have their layers, or this one has left. A member expects its stream for seconds,
@@ -273,6 +356,9 @@ class FleetGroup:
         """What a member fails with meanwhile comes out with its name: GroupLost, if others may do better."""
         try:
             yield
+        except DownloadFailed as error:
+            # The hub may be out of reach from there, and not from others.
+            raise self._lost(held, error) from error
         except (ModelError, OutOfMemory) as error:
             self._failed(held.part.machine.node_id, error)
             raise said_by(held.name, error) from error
@@ -292,7 +378,7 @@ class FleetGroup:
 
     def _progress(self) -> Loading:
         """How far all members are, in bytes of their layers."""
-        members = [held.progress for held in self._held]
+        members = [*([self._own] if self._own is not None else []), *(held.progress for held in self._held)]
         where = f"layers on {', '.join(member.name for member in members)}"
         return Loading(
             where[: limits.CARD_TEXT_CHARS],
@@ -318,9 +404,9 @@ class FleetGroup:
         # Members leave, as they should, once the engine here has ended because of one of them.
         if self._engine is None or self._engine.error is None:
             self._failed(held.part.machine.node_id, error)
-        return GroupLost(
-            f"{held.name}: {error.message}", hint="Send the request again: others may have its layers."
-        )
+        again = "Send the request again: others may have its layers."
+        hint = error.hint if isinstance(error, DownloadFailed) and error.hint else again
+        return GroupLost(f"{held.name}: {error.message}", hint=hint)
 
 
 async def _unless(watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, Any]) -> None:

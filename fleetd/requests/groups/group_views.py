@@ -13,13 +13,19 @@ _ALIKE = 0.1
 
 
 def group_view(
-    found: GroupCut | Shortage, size: GroupModelSize, hops_s: Mapping[str, float], *, named: bool
+    found: GroupCut | Shortage,
+    size: GroupModelSize,
+    hops_s: Mapping[str, float],
+    *,
+    named: bool,
+    from_hub: bool = False,
 ) -> GroupView:
     """
     Args:
         hops_s: by node id, what a hidden state takes from this machine to another and back. From member to
             member it is taken to need as long as from here.
         named: a person has named the machines.
+        from_hub: layers that a machine lacks come from the hub, those of this machine, too.
     """
     if isinstance(found, Shortage):
         missing = (
@@ -32,7 +38,7 @@ def group_view(
         for index, part in enumerate(found.parts)
     ]
     token_s = step_s(found, sum(part.hop_s for part in parts))
-    why = _why(found, named=named)
+    why = _why(found, named=named, from_hub=from_hub)
     return GroupView(parts, size.layers, found.tokens, 1 / token_s, why=why)
 
 
@@ -81,16 +87,16 @@ def _part(part: GroupPart, size: GroupModelSize, hop_s: float, *, here: bool) ->
     )
 
 
-def _why(found: GroupCut, *, named: bool) -> str:
+def _why(found: GroupCut, *, named: bool, from_hub: bool) -> str:
     count = len(found.parts)
     chosen = (
         f"These {count} machines were named."
         if named
         else f"No machine has room for all of it; {count} are the fewest that hold it together."
     )
-    fetching = [part.machine.name for part in found.parts if part.machine.can_fetch is not None]
-    names = " and ".join(fetching)
-    fetched = f" The layers of {names} are fetched from this machine first." if fetching else ""
+    fetching = [_name(found, part) for part in found.parts if part.machine.can_fetch is not None]
+    names, source = " and ".join(fetching), "the hub" if from_hub else "this machine"
+    fetched = f" The layers of {names} are fetched from {source} first." if fetching else ""
     return f"{chosen} {_division(found)}{fetched}"
 
 

@@ -1,6 +1,10 @@
 """How machines agree on one model over them: a request per member on its session, opened by the machine that
 answers, which stays open for as long as the model is loaded.
 
+    → FETCH   StageQuestion           of a model that the machine that answers has in part: which layers, and
+                                      where they are on the hub
+    ← StageTold*                      how far that is; the end says that they are there
+
     → SERVE   StageQuestion           which layers, and for how many tokens
     ← StageTold                       there is memory for them
     ← StageTold*                      they are loaded; the last one says where the stream is expected
@@ -25,11 +29,13 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.control.model_facts import Text
 from fleetd.errors import ProtocolError
+from fleetd.models import names
+from fleetd.models.hub_parts import HubCommit
 from fleetd.p2p.link_prober import Invitation
 from fleetd.requests.remote import message_codec
 from fleetd.requests.remote.message_codec import Digest, ModelName, RequestId
 
-SERVE, LINK = "group.serve", "group.link"
+FETCH, SERVE, LINK = "group.fetch", "group.serve", "group.link"
 
 _Layer = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -48,6 +54,9 @@ class StageQuestion(msgspec.Struct, frozen=True):
     tokens: _Count
     # The id of an earlier group of that machine, whose layers are to be gone from memory first; "" for none.
     after: Annotated[str, Meta(max_length=limits.REQUEST_ID_CHARS)] = ""
+    # Where the files are on the hub, if the machine that asks has them in part only and does not give them.
+    # ``digest`` is then that of what the hub lists (``hub_parts.HubListing``).
+    hub: HubCommit | None = None
 
 
 class StageTold(msgspec.Struct, frozen=True):
@@ -99,6 +108,8 @@ def decode(body: bytes, kind: type[_T]) -> _T:
     message = _kinds.decode(body, kind)
     if isinstance(message, StageQuestion):
         message_codec.check_name(message.model)
+        if message.hub is not None and not names.is_hub_id(message.hub.hub_id):
+            raise ProtocolError(f"A peer named {message.hub.hub_id[:80]!r} as a repository.")
         if message.first >= message.last:
             raise ProtocolError(f"A peer asked for layers {message.first} to {message.last}, which are none.")
     return message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -15,9 +15,12 @@ from fleetd.control.group_view import DividedView, GroupView
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_trace import GroupStage
 from fleetd.errors import FleetError, Incompatible, ModelCorrupt, ModelUnsupported, NoMachine, OutOfMemory
+from fleetd.models import hub_parts, parts
 from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
+from fleetd.models.hub_parts import HubCommit, HubPartOrder
 from fleetd.models.memory_need import WORKING_BYTES, LayerBytes, WeightRules, layer_bytes, weight_need
+from fleetd.models.pull_lines import PullProgress
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupModelSize, Shortage, cut_with_fetchers
 from fleetd.plan.measured_cut import cut_anew, layer_seconds
@@ -26,7 +29,7 @@ from fleetd.requests.groups.client import FleetGroup
 from fleetd.requests.groups.group_views import cut_anew_because, group_view
 from fleetd.requests.groups.known_hops import KnownHops
 from fleetd.requests.groups.machine_speeds import decode_tok_s
-from fleetd.requests.groups.part_fetchers import fetchers, most_layers
+from fleetd.requests.groups.part_fetchers import fetchers, most_layers, whole_model
 from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.members.members import Member, Members, eligible
 from fleetd.requests.members.named_machines import hint_for
@@ -50,12 +53,14 @@ class GroupPlan(msgspec.Struct, frozen=True):
     hops_s: Mapping[str, float]
     # A person has named the machines.
     named: bool = False
+    # This machine has the model in part, and who lacks layers fetches them from the hub.
+    from_hub: bool = False
     # Why it was cut anew, as a sentence; "" for a first cut.
     anew: str = ""
 
     @property
     def view(self) -> GroupView:
-        view = group_view(self.found, self.size, self.hops_s, named=self.named)
+        view = group_view(self.found, self.size, self.hops_s, named=self.named, from_hub=self.from_hub)
         return replace(view, why=f"{view.why} {self.anew}") if self.anew else view
 
 
@@ -74,6 +79,7 @@ class FleetGroups:
     promised: what groups were promised of this machine's memory.
     divided: what it would be like if the machines of a cut divided every layer, given the seconds of a token
         with the cut; None if that is not looked at.
+    bring: brings layers of a model of the hub to this machine.
     monotonic: seconds.
     """
 
@@ -85,9 +91,11 @@ class FleetGroups:
         loaded: Callable[[ModelFolder], MeasuredSpeed | None] = lambda folder: None,
         promised: PromisedMemory | None = None,
         divided: Callable[[ModelFolder, GroupCut, float], DividedView | None] = lambda *_: None,
+        bring: Callable[[HubPartOrder], AsyncGenerator[PullProgress, None]] | None = None,
         *,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._bring = bring
         self._promised, self._divided = promised or PromisedMemory(), divided
         self._partners, self._members, self._rules, self._loaded = partners, members, rules, loaded
         self._monotonic, self._hops = monotonic, KnownHops()
@@ -128,11 +136,29 @@ class FleetGroups:
             room,
         )
         failed = partial(self._not_cut_anew if planned.anew else self._left_out, planned.digest)
+        at = hub_parts.read(folder.path).listing.at if planned.from_hub else None
         group = FleetGroup(
-            self._partners, folder.name, planned.digest, found, own, failed, self._hops, after=after
+            self._partners,
+            folder.name,
+            planned.digest,
+            found,
+            own,
+            failed,
+            self._hops,
+            after=after,
+            hub=at,
+            bring=partial(self._brought, at, planned.digest) if at is not None else None,
         )
         self._formed[folder.name] = _FormedGroup(folder, planned, group.id)
         return group
+
+    def _brought(
+        self, at: HubCommit, digest: str, first: int, last: int
+    ) -> AsyncGenerator[PullProgress, None]:
+        """Bring this machine's own layers from the hub, and what belongs to none."""
+        if self._bring is None:
+            raise NoMachine("Nothing is fetched from the hub here.")
+        return self._bring(HubPartOrder(at.hub_id, at.commit, digest, first, last, own=True))
 
     # ---- cut anew ----------------------------------------------------------------------------------------
 
@@ -205,7 +231,7 @@ class FleetGroups:
         if planned is None:
             return None
         view = planned.view
-        if isinstance(planned.found, Shortage):
+        if isinstance(planned.found, Shortage) or planned.from_hub:
             return view
         return replace(view, divided=self._divided(folder, planned.found, 1 / view.tok_s))
 
@@ -228,7 +254,7 @@ class FleetGroups:
         self, folder: ModelFolder, arithmetic: Arithmetic, over: Sequence[str], *, even_left_out: bool
     ) -> GroupPlan | None:
         here = self._members.here()
-        own = here.model(folder.name)
+        own = _in_part(folder, arithmetic) if folder.source == "part" else here.model(folder.name)
         if own is None or not own.digest:
             if over:
                 raise NoMachine(
@@ -252,12 +278,17 @@ class FleetGroups:
         def machine(member: Member) -> GroupMachine:
             return _other(member, speeds[member.node_id], sizes, bare)
 
+        largest, from_hub = max(bare.layers), folder.source == "part"
+        at_home = _machine(here, speeds[here.node_id], sizes, self._rules().budget_bytes)
+        if from_hub:
+            most = most_layers(here, largest, from_hub=True, besides=bare.outside)
+            at_home = replace(at_home, can_fetch=most + parts.layers_in(folder.path))
         found = cut_with_fetchers(
             size,
-            _machine(here, speeds[here.node_id], sizes, self._rules().budget_bytes),
+            at_home,
             [machine(member) for member, _ in having],
             [
-                replace(machine(member), can_fetch=most_layers(member, max(bare.layers)))
+                replace(machine(member), can_fetch=most_layers(member, largest, from_hub=from_hub))
                 for member, _ in lacking
             ],
             least_tokens=min(limits.GROUP_LEAST_TOKENS, folder.context_tokens),
@@ -266,7 +297,7 @@ class FleetGroups:
         )
         width = own.shape.hidden_bytes or 2 * int(folder.config.get("hidden_size") or 0)
         hops_s = {member.node_id: _hop_s(member, width) for member, _ in [*having, *lacking]}
-        planned = GroupPlan(found, own.digest, size, hops_s, named=bool(over))
+        planned = GroupPlan(found, own.digest, size, hops_s, named=bool(over), from_hub=from_hub)
         # What their layers took in an earlier group says more than what whole models took there.
         return self._cut_anew(folder, planned) or planned
 
@@ -278,12 +309,13 @@ class FleetGroups:
         Raises NoMachine as ``plan``.
         """
         named = [each for each in self._members.others("prefill") if not over or each.name in over]
-        lacking = fetchers(named, own)
+        lacking = fetchers(named, own, even_left_out=even_left_out)
         can_fetch = {member.node_id for member, _ in lacking}
         having: _Machines = []
         for member in named:
-            refusal = eligible(member, own.digest, even_left_out=even_left_out)
-            model = member.model_with(own.digest)
+            model = whole_model(member, own)
+            digest = model.digest if model is not None else own.digest
+            refusal = eligible(member, digest, even_left_out=even_left_out)
             if refusal is None and model is not None:
                 having.append((member, model))
             elif over and refusal is not None and member.node_id not in can_fetch:
@@ -292,6 +324,13 @@ class FleetGroups:
         if missing := set(over) - {member.name for member, _ in [*having, *lacking]}:
             raise NoMachine(f"{sorted(missing)[0]} has left the fleet.", param="placement")
         return having, lacking
+
+
+def _in_part(folder: ModelFolder, arithmetic: Arithmetic) -> ModelCard:
+    """A model that is here in part, as a card would have it if it were here."""
+    listing = hub_parts.read(folder.path).listing
+    shape = replace(folder.shape, cpu_arithmetic=arithmetic)
+    return ModelCard(folder.name, listing.digest, listing.at.commit, "part", shape=shape)
 
 
 def _no_room(model: str, found: Shortage, over: Sequence[str]) -> FleetError:

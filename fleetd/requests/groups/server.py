@@ -1,5 +1,6 @@
 """Holding layers of other machines' models: what a member may ask for, and how long they stay here.
 
+    to FETCH ──► layers fetched, all that is asked for
     StageQuestion ──► digest checked, layers fetched if they are not here ──► memory promised
         ──► loaded beside what runs ──► StageTold with a stream ──► stream to the engine ──► alive, alive …
     LinkQuestion ──► a stream to or from another member ──► to the engine
@@ -31,15 +32,16 @@ from fleetd.engine.protocol import (
     StreamTag,
 )
 from fleetd.errors import EngineDied, ModelNotFound, NotFound
-from fleetd.models import file_threads, parts
+from fleetd.models import file_threads, hub_parts, parts
 from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
+from fleetd.models.hub_parts import HubCommit, HubPartOrder
 from fleetd.models.memory_need import WeightRules, layer_bytes
 from fleetd.models.names import part_name, shown_name
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
-from fleetd.requests.concurrency import BackgroundTasks, with_heartbeats
+from fleetd.requests.concurrency import BackgroundTasks, with_beats, with_heartbeats
 from fleetd.requests.groups import messages
 from fleetd.requests.groups.messages import LinkQuestion, LinkTold, StageQuestion, StageTold
 from fleetd.requests.groups.promised_memory import PromisedMemory
@@ -68,7 +70,7 @@ class _HeldStage:
 
 
 class StageServer:
-    """The handler of ``messages.SERVE``; ``link`` is that of ``messages.LINK``."""
+    """The handler of ``messages.SERVE``; ``fetch`` is that of ``messages.FETCH``, ``link`` of ``LINK``."""
 
     def __init__(
         self,
@@ -121,6 +123,12 @@ class StageServer:
             tag = StreamTag(held.job, HOP_OUT, ask.next.invitation.key, "connector")
         await engine.give_stream(tag, sock)
         stream.send(messages.encode(LinkTold()))
+
+    async def fetch(self, peer: str, body: bytes, stream: PeerStream) -> None:
+        """Raises FleetError: what the other side is told."""
+        ask = messages.decode(body, StageQuestion)
+        with self._limit.serving(peer, ask.id):
+            await with_beats(self._folder(peer, ask, stream), limits.GROUP_BEAT_S, lambda: stream.send(ALIVE))
 
     async def __call__(self, peer: str, body: bytes, stream: PeerStream) -> None:
         """Raises FleetError: what the other side is told."""
@@ -203,7 +211,10 @@ class StageServer:
             self._held.pop(group).freed.set()
 
     async def _folder(self, peer: str, ask: StageQuestion, stream: PeerStream) -> ModelFolder:
-        """The model that this machine has, else the layers of it, which are fetched from ``peer``."""
+        """The model that this machine has, else the layers of it, which are fetched from ``peer``, or from
+        the hub if that has them from there, too."""
+        if ask.hub is not None:
+            return await self._of_hub(ask, ask.hub, stream)
         try:
             return await self._context.model_by_digest(ask.model, ask.digest)
         except ModelNotFound:
@@ -215,6 +226,21 @@ class StageServer:
                 stream.send(messages.encode(StageTold(step.stage, step.done_bytes, step.total_bytes)))
         path = self._copies.part_path(peer, ask.digest)
         return await file_threads.look(parts.folder, path, part_name(ask.model, ask.digest))
+
+    async def _of_hub(self, ask: StageQuestion, at: HubCommit, stream: PeerStream) -> ModelFolder:
+        """The whole model if this machine has it, else the layers, which are fetched from the hub."""
+        models = self._context.models
+        if (whole := await file_threads.look(models.at_commit, at)) is not None:
+            return whole
+        path = hub_parts.place(models.models_dir, ask.digest)
+        name = f"{at.name}~{ask.digest[:8]}"
+        if await file_threads.look(hub_parts.serves, path, ask.first, ask.last):
+            return await file_threads.look(parts.folder, path, name)
+        order = HubPartOrder(at.hub_id, at.commit, ask.digest, ask.first, ask.last)
+        async with aclosing(models.pull_part(order)) as steps:
+            async for step in steps:
+                stream.send(messages.encode(StageTold(step.stage, step.done_bytes, step.total_bytes)))
+        return await file_threads.look(parts.folder, path, name)
 
     async def close(self) -> None:
         """End what still runs in the background."""

@@ -17,6 +17,7 @@ from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.errors import GroupLost, ModelCorrupt, ModelNotFound, ModelUnsupported, OutOfMemory
 from fleetd.models import file_threads
 from fleetd.models.folder import ModelFolder
+from fleetd.models.hub_parts import HubPartOrder
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pinned import PinnedModels
 from fleetd.models.pull_lines import PullProgress
@@ -60,7 +61,12 @@ class ModelOperations(msgspec.Struct, frozen=True):
                         yield step
                 name = (await self._resolve(ref)).name
             case "load" | "pin":
-                folder = await self._resolve(ref)
+                if over and (order := await self._to_outline(ref)) is not None:
+                    # Each machine fetches its layers alone, this one as well.
+                    async with aclosing(self.models.pull_part(order)) as brought:
+                        async for part in brought:
+                            yield ModelProgress(part.file, part.done_bytes, part.total_bytes, part.stage)
+                folder = await (self._resolve(ref) if verb == "pin" else self._in_part(ref))
                 if over and split is None:
                     held = self._chosen(folder, over)
                 # What is pinned can be loaded here, so it is loaded first.
@@ -142,13 +148,25 @@ class ModelOperations(msgspec.Struct, frozen=True):
         await asyncio.to_thread(self.pinned.unpin, name)
         return name
 
+    async def _in_part(self, ref: str) -> ModelFolder:
+        return await file_threads.look(self.models.in_part, ref)
+
+    async def _to_outline(self, ref: str) -> HubPartOrder | None:
+        """What is to be fetched of a model that is not here at all before it can be planned over several
+        machines; None if it is here, whole or in part, or not of the hub."""
+        try:
+            await self._in_part(ref)
+        except ModelNotFound:
+            return await file_threads.look(self.models.outline_order, ref)
+        return None
+
     async def _resolve(self, ref: str) -> ModelFolder:
         return await file_threads.look(self.models.resolve, ref)
 
     async def _installed_name(self, ref: str) -> str:
         """The name that a model is loaded and removed by; ``ref`` itself if its folder is gone or damaged."""
         try:
-            return (await self._resolve(ref)).name
+            return (await self._in_part(ref)).name
         except (ModelNotFound, ModelCorrupt):
             return ref
 

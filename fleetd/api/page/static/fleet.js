@@ -220,7 +220,7 @@ function spans({ members }) {
 }
 
 function far({ stage, done_bytes, total_bytes }) {
-  return stage ? ` (${stage}${stage === "reading" ? `, ${bytes(done_bytes)} of ${bytes(total_bytes)}` : ""})` : "";
+  return stage ? ` (${stage}${["copying", "downloading", "downloading here", "reading"].includes(stage) ? `, ${bytes(done_bytes)} of ${bytes(total_bytes)}` : ""})` : "";
 }
 
 /** "downloading model.safetensors, 1.2 GB of 2.3 GB" */
