@@ -27,7 +27,7 @@ from fleetd.sealed.stream import SealedReceiver, SealedSender
 
 # Shorter buffers are copied together into one sealed chunk; from here on a copy costs more than a chunk does.
 WHOLE_BYTES = 128 * limits.KIB
-# An ``eager`` pipe writes shorter frames in the sender's thread, hidden states of a token among them: a writable
+# An ``eager`` pipe writes shorter frames in the sender's thread, such as hidden states of a token: a writable
 # socket takes so many bytes. On Linux a third of its buffer is free then; Macs are told how much is to be.
 EAGER_BYTES = 16 * limits.KIB
 # For the headers of a sealed chunk.
