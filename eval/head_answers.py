@@ -125,14 +125,15 @@ def answer(model: Any, piece: Piece, ends: Sequence[int]) -> Answers:
 
 def write(folder: Path, number: int, answers: Answers) -> None:
     """A piece, whole or not at all."""
-    unfinished = folder / f"{_name(number)}.part"
+    unfinished = folder / f"{number:04}.part"
     with unfinished.open("wb") as file:
         np.savez(file, **{field: getattr(answers, field) for field in Answers.__struct_fields__})
-    os.replace(unfinished, folder / _name(number))
+    os.replace(unfinished, file_of(folder, number))
 
 
-def _name(number: int) -> str:
-    return f"{number:04}.npz"
+def file_of(folder: Path, number: int) -> Path:
+    """The file of a piece in a folder."""
+    return folder / f"{number:04}.npz"
 
 
 def _batches(
@@ -167,7 +168,7 @@ def main() -> int:
     for piece in pieces(loaded.tokenizer):
         if not piece.held_out and total >= args.tokens:
             break
-        if not (args.folder / _name(piece.number)).exists():
+        if not file_of(args.folder, piece.number).exists():
             ends = loaded.tokenizer.eos_token_ids
             write(args.folder, piece.number, answer(loaded.model, piece, ends))
         total += 0 if piece.held_out else len(piece.prompts) * TOKENS
