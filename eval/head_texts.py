@@ -123,21 +123,32 @@ def piece(model: Any, tokenizer: Any, reads: list[Read]) -> Answers:
     )
 
 
+def pieces_of(folder: Path, tokens: int) -> list[Path]:
+    """The first pieces that are in a folder, of about so many tokens; none for 0."""
+    return sorted(folder.glob("*.npz"))[: _count(tokens)]
+
+
+def _count(tokens: int) -> int:
+    return -(-tokens // (ROWS * TOKENS))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.head_texts", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, default=200_000, help="tokens of texts, about")
     args = parser.parse_args()
-    fetch_model()
-    loaded = load_as_worker(MODEL.resolve())
     args.folder.mkdir(parents=True, exist_ok=True)
     begun, reads = time.monotonic(), texts()
-    wanted = min(args.tokens // (ROWS * TOKENS) + 1, len(reads) // ROWS)
-    for number in range(wanted):
-        if not head_answers.file_of(args.folder, number).exists():
-            part = reads[number * ROWS : (number + 1) * ROWS]
-            head_answers.write(args.folder, number, piece(loaded.model, loaded.tokenizer, part))
-        print(f"{time.monotonic() - begun:.0f} s: {number + 1} of {wanted} pieces of texts", flush=True)
+    wanted = range(min(_count(args.tokens), len(reads) // ROWS))
+    missing = [number for number in wanted if not head_answers.file_of(args.folder, number).exists()]
+    if not missing:
+        return 0
+    fetch_model()
+    loaded = load_as_worker(MODEL.resolve())
+    for number in missing:
+        part = reads[number * ROWS : (number + 1) * ROWS]
+        head_answers.write(args.folder, number, piece(loaded.model, loaded.tokenizer, part))
+        print(f"{time.monotonic() - begun:.0f} s: piece {number + 1} of {len(wanted)}", flush=True)
     return 0
 
 
