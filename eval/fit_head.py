@@ -50,7 +50,10 @@ def main() -> int:
     answers = KEPT / f"answers-{_answers_digest()}"
     texts = KEPT / f"texts-{_texts_digest()}"
     # Processes of their own: they compute as a worker does, by kernels that have no gradients.
-    for module, folder, tokens in ((head_texts, texts, args.text_tokens), (head_answers, answers, args.tokens)):
+    for module, folder, tokens in (
+        (head_texts, texts, args.text_tokens),
+        (head_answers, answers, args.tokens),
+    ):
         command = [sys.executable, "-m", module.__name__, str(folder), "--tokens", str(tokens)]
         subprocess.run(command, cwd=ROOT, check=True)
     products.preload_blas()
@@ -90,9 +93,7 @@ def _fitted(read: Sequence[Path], said: Sequence[Path], held: Sequence[Path], re
     texts, answers, judged = ([head_answers.read(piece) for piece in each] for each in (read, said, held))
     model, _ = load_model(MODEL.resolve())
     products.to_float32(model)
-    draft_tokens, share = head_training.commonest(
-        answers, recipe.draft_tokens, model.args.vocab_size, texts
-    )
+    draft_tokens, share = head_training.commonest(answers, recipe.draft_tokens, model.args.vocab_size, texts)
     print(f"{len(draft_tokens)} draft tokens are {100 * share:.1f} % of the answers'", flush=True)
     mx.random.seed(recipe.seed)
     head = head_training.begun(model, draft_tokens, answers)

@@ -86,8 +86,8 @@ def _read(source: str) -> Iterator[Read]:
             if len(said) >= LEAST:
                 yield Read("text", _ASKED["text"].format(name=node.name), said)
             # Without its docstring, which would be most of it.
-            docstring = node.body[0]
-            kept = lines[node.lineno - 1 : docstring.lineno - 1] + lines[docstring.end_lineno : node.end_lineno]
+            first, docstring, end = node.lineno - 1, node.body[0], node.end_lineno
+            kept = lines[first : docstring.lineno - 1] + lines[docstring.end_lineno : end]
             written = textwrap.dedent("\n".join(kept))
             if said and not isinstance(node, ast.ClassDef) and len(written) >= LEAST:
                 question = _ASKED["code"].format(first=said.splitlines()[0])

@@ -102,7 +102,7 @@ _HOW = (
     "One process with the engine's own scheduler and the default model, beside whose weights lies the head "
     f"that `python -m eval.fit_head` fits to it; greedy, {TOKENS} tokens per answer, to prompts of subjects "
     "and jobs that the head was not fitted to. N-grams alone, and beside the head, answer each prompt; the "
-    "head alone and plain decoding every second one. Sides go first in turns, with the controller as it is by "
-    "default, and their log-probabilities are equal, or nothing is reported. N-grams are prompt "
+    "head alone and plain decoding every second one. Sides go first in turns, with the controller as it is "
+    "by default, and their log-probabilities are equal, or nothing is reported. N-grams are prompt "
     "lookup and the suffix automaton. Ratios are formed within one prompt and run."
 )

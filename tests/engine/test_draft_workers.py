@@ -141,7 +141,9 @@ async def _memory_of(drafter: EngineProcess, tokens: int) -> int:
     text = random.Random(3).choices(range(300), k=tokens)
 
     def connect(place: Place) -> SocketPipe:
-        return SocketPipe(near, KEY, "connector", place=place, wake=lambda: loop.call_soon_threadsafe(moved.set))
+        return SocketPipe(
+            near, KEY, "connector", place=place, wake=lambda: loop.call_soon_threadsafe(moved.set)
+        )
 
     async with following(drafter, follow) as (told, _):
         assert told.error is None
