@@ -4,8 +4,9 @@
                                                                                      and mtp.safetensors
 
 Texts, answers and epochs are kept as they are made, in a folder named for what they come of: a run that was
-cut off goes on. It takes an hour or two on two cores. Prints how often the head is right on prompts that it was not
-fitted to, and the digests of answers and head. They are the same on processors of the same kind.
+cut off goes on. It takes an hour or two on two cores. Prints how often the head is right on prompts that it
+was not fitted to, and the digests of texts, answers and head. They are the same on processors of the same
+kind.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> int:
         "folder", type=Path, nargs="?", default=FITTED, help="is made, or its head is replaced"
     )
     parser.add_argument("--tokens", type=int, default=90_000, help="tokens of answers, about")
-    parser.add_argument("--text-tokens", type=int, default=TEXTTOKENS, help="tokens of other texts, about")
+    parser.add_argument("--text-tokens", type=int, default=0, help="tokens of other texts, about")
     parser.add_argument("--draft-tokens", type=int, default=8192, help="tokens that the head guesses among")
     args = parser.parse_args()
     fetch_model()
