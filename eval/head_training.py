@@ -23,7 +23,6 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_unflatten
 
 from eval.head_answers import Answers
@@ -38,8 +37,6 @@ class Recipe(msgspec.Struct, frozen=True):
     # Tokens that it guesses among.
     draft_tokens: int = 8192
     # For each epoch, the steps of a draft: more cost more, and are worth it once the first is often right.
-    # First those over texts of others, if there are any, then those over the model's own answers.
-    text_steps: tuple[int, ...] = (1, 1)
     steps: tuple[int, ...] = (1, 1, 1, 2, 3)
     # What a step counts beside the one before it.
     step_weight: float = 0.8
@@ -66,23 +63,14 @@ _MAPPED_BATCHES, _MAPPED_TEXTS = 4, 6
 _JUDGED = 8
 
 
-def commonest(
-    answers: Sequence[Answers], count: int, vocabulary: int, texts: Sequence[Answers] = ()
-) -> tuple[mx.array, float]:
-    """The ``count`` commonest tokens of the answers, sorted, int32; and the share that they are of all.
-    ``texts`` decide among those that are as common."""
-    seen, read = _seen(answers, vocabulary), _seen(texts, vocabulary)
-    ids = np.sort(np.lexsort((-read, -seen))[:count])
-    return mx.array(ids.astype(np.int32)), float(seen[ids].sum() / seen.sum())
-
-
-def _seen(batches: Sequence[Answers], vocabulary: int) -> npt.NDArray[np.int64]:
-    """How often each token is in the answers."""
+def commonest(answers: Sequence[Answers], count: int, vocabulary: int) -> tuple[mx.array, float]:
+    """The ``count`` commonest tokens of the answers, sorted, int32; and the share that they are of all."""
     seen = np.zeros(vocabulary, np.int64)
-    for batch in batches:
+    for batch in answers:
         for row, length in zip(batch.tokens, batch.lengths, strict=True):
             seen += np.bincount(row[batch.prompt_tokens : length], minlength=vocabulary)
-    return seen
+    ids = np.sort(np.argsort(-seen, kind="stable")[:count])
+    return mx.array(ids.astype(np.int32)), float(seen[ids].sum() / seen.sum())
 
 
 def begun(model: Any, draft_tokens: mx.array, answers: Sequence[Answers]) -> MtpHead:
@@ -240,27 +228,23 @@ def trained(
     recipe: Recipe,
     kept: Path,
     after_epoch: Callable[[int, float], None] = lambda epoch, mean: None,
-    read: Sequence[Answers] = (),
 ) -> None:
-    """Change a head's weights by texts that its model read, if there are any, and then by its answers.
+    """Change a head's weights by the answers, of which its draft tokens are the commonest.
 
     Args:
-        answers: the head's draft tokens are the commonest of them.
-        read: texts of others.
         kept: a file that is written after each epoch, and read first if it is there: the run goes on.
     """
     head.lm_head.freeze()
-    phases = [*((read, steps) for steps in recipe.text_steps if read), *((answers, n) for n in recipe.steps)]
-    orders = [_order(batches, recipe, epoch) for epoch, (batches, _) in enumerate(phases)]
-    optimizer = _optimizer(recipe, updates=sum(map(len, orders)))
+    epochs = [_order(answers, recipe, epoch) for epoch in range(len(recipe.steps))]
+    optimizer = _optimizer(recipe, updates=sum(map(len, epochs)))
     optimizer.init(head.trainable_parameters())
     done = _resumed(kept, head, optimizer)
     common = _common(head, answers)[: recipe.common]
-    for epoch, (batches, steps) in list(enumerate(phases))[done:]:
+    for epoch, steps in list(enumerate(recipe.steps))[done:]:
         step = nn.value_and_grad(head, functools.partial(loss, head, model, recipe, steps=steps))
         chance, found = random.Random(f"{recipe.seed} {epoch} others"), []
-        for batch, rows in orders[epoch]:
-            texts = Texts.of(batches[batch], rows)
+        for batch, rows in epochs[epoch]:
+            texts = Texts.of(answers[batch], rows)
             others = chance.sample(range(len(head.lm_head.weight)), recipe.others)
             value, gradients = step(texts, _among(head, texts, [*common, *others]))
             gradients, _ = optim.clip_grad_norm(gradients, 1.0)
