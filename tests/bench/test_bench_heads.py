@@ -38,7 +38,7 @@ def test_a_head_is_held_against_n_grams_alone(gain: float, passed: bool) -> None
 
 
 def test_each_prompt_is_answered_by_what_is_compared_and_by_one_other_side() -> None:
-    class Answering:
+    class NotedChild:
         """Says what a child would, with a rate that tells the side."""
 
         def __init__(self) -> None:
@@ -49,7 +49,7 @@ def test_each_prompt_is_answered_by_what_is_compared_and_by_one_other_side() -> 
             answer = {"tokens": 8, "passes": 4, "drafted": 4, "accepted": 2, "logprobs": [-1.0]}
             return {"rate": 10.0 + len(sources), "answers": [answer]}
 
-    child, seen = Answering(), Samples()
+    child, seen = NotedChild(), Samples()
     for turn in range(4):
         heads._answers(child, seen, turn, "code", "words")  # type: ignore[arg-type]
     grams = (*heads.LOCAL_NAMES,)
