@@ -119,10 +119,10 @@ def _row(code: str, kind: Architecture) -> str:
 
 
 def _drafts(kind: Architecture, within: str) -> str:
-    if not kind.keeps_state:
-        return within
     if kind.other_blocks:
         return "no"
+    if not kind.keeps_state:
+        return within
     return "again, rounded" if kind.rounds else "again"
 
 

@@ -32,6 +32,8 @@ BATCH, TOKENS = 32, 144
 TEMPERATURES = (0.3, 0.7)
 # Which pieces are of held-out prompts. They come first.
 HELD_PIECES = 1000
+# Times that each prompt is answered at most, each time by another chance.
+ROUNDS = 8
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -59,14 +61,18 @@ class Answers(msgspec.Struct, frozen=True):
 
 
 def pieces(tokenizer: Any) -> list[Piece]:
-    """What is answered, in this order: the held-out prompts, then the others."""
+    """What is answered, in this order: the held-out prompts, then the others, several times."""
     held = _batches(tokenizer, head_prompts.held_out(), size=BATCH)
     others = _batches(tokenizer, head_prompts.training(), size=BATCH)
     others = [rows for rows in others if len(rows) >= BATCH // 2]
-    random.Random(11).shuffle(others)
+    rounds = []
+    for seed in range(ROUNDS):
+        shuffled = list(others)
+        random.Random(11 + seed).shuffle(shuffled)
+        rounds += shuffled
     return [
         Piece(number, tuple(kind for kind, _ in rows), tuple(ids for _, ids in rows), held_out)
-        for first, batches, held_out in ((HELD_PIECES, held, True), (0, others, False))
+        for first, batches, held_out in ((HELD_PIECES, held, True), (0, rounds, False))
         for number, rows in enumerate(batches, first)
     ]
 

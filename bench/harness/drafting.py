@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import secrets
+import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from bench.children.drafter import Order
 from bench.harness.child import ROOT
 from bench.harness.cores import loopback, starting_on
+from bench.harness.daemon import MODEL
 from bench.harness.delayed_sockets import Delayed
 from bench.harness.samples import Closing
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import (
     Accepted,
     Delta,
+    DraftFor,
     Finished,
     Generate,
     Sampling,
@@ -30,10 +37,17 @@ from fleetd.engine.protocol import (
     TokenPrompt,
 )
 from fleetd.engine.speculation.draft_messages import DRAFTS
+from fleetd.engine.speculation.remote_source import RemoteSource
+from fleetd.engine.speculation.sources import Context
+from fleetd.engine.streams.frames import Place
+from fleetd.engine.streams.pipe import SocketPipe
+from fleetd.errors import FleetError
 from fleetd.sealed import handoff
 
 KEY_BYTES = 32
 _WITHIN_S = 30.0
+# A text is read before its first guess.
+_FIRST_WITHIN_S, _POLL_S = 300.0, 0.05
 # Gives a drafter its end of an answer's stream and the key of that stream.
 GiveDrafter = Callable[[socket.socket, bytes], Awaitable[None]]
 
@@ -121,3 +135,106 @@ async def answer(
                     return Drafted(text, rate, 1.0, 0.0)
                 return Drafted(text, rate, told.tokens / told.passes, told.accepted / told.passes)
     raise RuntimeError("an answer ended without its end")
+
+
+# ---- A real drafter: the model's own first layers --------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def following(drafter: EngineProcess) -> AsyncIterator[GiveDrafter]:
+    """What has a real worker draft for each text that it is given."""
+    tasks: list[asyncio.Task[None]] = []
+
+    async def give(far: socket.socket, key: bytes) -> None:
+        name, ready = f"draft-{secrets.token_hex(4)}", asyncio.Event()
+
+        async def follow() -> None:
+            with contextlib.suppress(FleetError):
+                async for event in drafter.follow(DraftFor(name)):
+                    if isinstance(event, Accepted):
+                        ready.set()
+
+        tasks.append(asyncio.create_task(follow()))
+        await ready.wait()
+        await drafter.give_stream(StreamTag(name, DRAFTS, key, "acceptor"), far)
+
+    try:
+        yield give
+    finally:
+        for task in tasks:
+            await task
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What a drafter did for a text: seconds until its first guess, the share of the text's further tokens
+    that it guessed rightly, and the bytes of keys and values that its worker has promised to the text."""
+
+    first_s: float
+    right: float
+    promised_bytes: int
+
+
+async def followed(drafter: EngineProcess, text: Sequence[int], further: Sequence[int]) -> Followed:
+    """Have a worker draft for a text that nobody writes: it goes on with ``further``, one after the other."""
+    loop, moved, key = asyncio.get_running_loop(), asyncio.Event(), os.urandom(KEY_BYTES)
+
+    def connect(place: Place) -> SocketPipe:
+        def wake() -> None:
+            loop.call_soon_threadsafe(moved.set)
+
+        return SocketPipe(near, key, "connector", place=place, wake=wake)
+
+    async def guess() -> int:
+        async with asyncio.timeout(_FIRST_WITHIN_S):
+            while not (found := source.propose(Context(so_far, 1))):
+                if source.error is not None:
+                    raise source.error
+                await moved.wait()
+                moved.clear()
+        return found[0]
+
+    async with following(drafter) as give:
+        near, far = loopback()
+        await give(far, key)
+        begun, so_far, right = time.perf_counter(), list(text), 0
+        source = RemoteSource(connect, so_far, _vocabulary(drafter))
+        try:
+            guessed = await guess()
+            first_s = time.perf_counter() - begun
+            for token in further:
+                right += guessed == token
+                so_far.append(token)
+                source.committed([token])
+                guessed = await guess()
+            # A worker tells what it has promised when it beats.
+            while not (promised := drafter.status.kv_bytes):  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
+        finally:
+            source.close()
+    return Followed(first_s, right / max(1, len(further)), promised)
+
+
+def _vocabulary(drafter: EngineProcess) -> int:
+    assert drafter.facts is not None
+    return drafter.facts.vocab_size
+
+
+def first_layers(folder: Path, layers: int) -> Path:
+    """A copy of the default model that ends after so many layers."""
+    from safetensors.numpy import load_file, save_file
+
+    folder.mkdir()
+    for path in MODEL.iterdir():
+        if path.name.startswith(("token", "generation")):
+            shutil.copyfile(path, folder / path.name)
+    config: dict[str, Any] = msgspec.json.decode((MODEL / "config.json").read_bytes())
+    (folder / "config.json").write_bytes(msgspec.json.encode(config | {"num_hidden_layers": layers}))
+    kept = {}
+    for path in MODEL.glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            number = name.partition("layers.")[2].partition(".")[0]
+            if not number or int(number) < layers:
+                kept[name] = tensor
+    save_file(kept, folder / "model.safetensors", metadata={"format": "mlx"})
+    return folder

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
-import shutil
-import socket
 import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from bench.figures import Figure, Measured, alternated
 from bench.harness import prompts, repetitive_prompts
 from bench.harness.cores import why_no_cores, worker_on
 from bench.harness.daemon import MODEL
-from bench.harness.drafting import Drafted, GiveDrafter, answer
+from bench.harness.drafting import Drafted, GiveDrafter, answer, first_layers, following
 from bench.harness.samples import Samples
 from fleetd.engine.daemon_side.supervisor import EngineProcess
-from fleetd.engine.protocol import Accepted, DraftFor, StreamTag
-from fleetd.engine.speculation.draft_messages import DRAFTS
-from fleetd.errors import FleetError
 from fleetd.process import observe
 
 QUICK_RUNS = 1
@@ -68,10 +58,10 @@ async def _measure(runs: int, quick: bool, folder: Path) -> Measured:
     seen = Samples()
     async with worker_on(here) as home:
         for layers, several in sides.items():
-            async with worker_on(there, _first_layers(folder / f"first-{layers}", layers)) as other:
+            async with worker_on(there, first_layers(folder / f"first-{layers}", layers)) as other:
                 for run in range(runs):
                     for work, prompt in _prompts(run):
-                        async with _following(other) as give:
+                        async with following(other) as give:
                             await _sides(seen, run, work, home, prompt, several, give)
     figures = [_figures(seen, work, side) for several in sides.values() for side in several for work in WORK]
     same = Figure("Answers equal with and without the drafter", "%", seen["same"], of="worst")
@@ -117,54 +107,6 @@ def _figures(seen: Samples, work: str, side: Side) -> tuple[Figure, Figure]:
         Figure(f"Tokens per pass, {title}", "x", seen[work, side, "passes"], note=note),
         Figure(f"Decode, {title}", "x", seen[work, side, "times"]),
     )
-
-
-# ---- A real drafter: the model's own first layers --------------------------------------------------------
-
-
-@asynccontextmanager
-async def _following(drafter: EngineProcess) -> AsyncIterator[GiveDrafter]:
-    """What has a real worker draft for each text that it is given."""
-    tasks: list[asyncio.Task[None]] = []
-
-    async def give(far: socket.socket, key: bytes) -> None:
-        name, ready = f"draft-{secrets.token_hex(4)}", asyncio.Event()
-
-        async def follow() -> None:
-            with suppress(FleetError):
-                async for event in drafter.follow(DraftFor(name)):
-                    if isinstance(event, Accepted):
-                        ready.set()
-
-        tasks.append(asyncio.create_task(follow()))
-        await ready.wait()
-        await drafter.give_stream(StreamTag(name, DRAFTS, key, "acceptor"), far)
-
-    try:
-        yield give
-    finally:
-        for task in tasks:
-            await task
-
-
-def _first_layers(folder: Path, layers: int) -> Path:
-    """A copy of the default model that ends after so many layers."""
-    from safetensors.numpy import load_file, save_file
-
-    folder.mkdir()
-    for path in MODEL.iterdir():
-        if path.name.startswith(("token", "generation")):
-            shutil.copyfile(path, folder / path.name)
-    config: dict[str, Any] = msgspec.json.decode((MODEL / "config.json").read_bytes())
-    (folder / "config.json").write_bytes(msgspec.json.encode(config | {"num_hidden_layers": layers}))
-    kept = {}
-    for path in MODEL.glob("*.safetensors"):
-        for name, tensor in load_file(path).items():
-            number = name.partition("layers.")[2].partition(".")[0]
-            if not number or int(number) < layers:
-                kept[name] = tensor
-    save_file(kept, folder / "model.safetensors", metadata={"format": "mlx"})
-    return folder
 
 
 _HOW = (

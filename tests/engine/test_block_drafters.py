@@ -13,7 +13,7 @@ import mlx.nn as nn
 import pytest
 import speculating
 import tiny_architectures
-from block_drafters import KINDS, OWN, WIDTH, config_of, drafter_of, right_drafter
+from block_drafters import KINDS, OWN, WIDTH, config_of, drafter_of, right_drafter, saved
 from hidden_drafters import VOCAB, Even, simple, verdict_of
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -187,19 +187,6 @@ def test_a_drafter_that_is_hardly_ever_right_is_switched_off_and_says_so(tokeniz
     assert worker.off.startswith("off: 0 of its ")
     assert run.scheduler._figures().draft_head == worker.off
     assert worker.source() is None
-
-
-def saved(folder: Path, drafter: BlockDrafter, config: dict[str, Any], prefix: str = "") -> Path:
-    folder.mkdir()
-    tensors = {}
-    for name, array in tree_flatten(drafter.parameters()):
-        bare = name.removesuffix(".weight") if "codebook" in name else name
-        tensors[prefix + bare] = array
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
-    # As publishers have it: it names code, which is never run.
-    named = {**config, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
-    (folder / "config.json").write_text(json.dumps(named))
-    return folder
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import random
+import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,16 +18,22 @@ import pytest
 from drafting import answer, drafted, following
 from msgspec.structs import replace
 from request_events import RequestEvents
-from sharing import prompt, resources, settle, workers, write
+from sharing import VOCAB, prompt, resources, settle, workers, write
 
 from fleetd import limits
 from fleetd.engine.daemon_side.supervisor import EngineProcess
-from fleetd.engine.protocol import Cancel, DraftFor, DraftReport, Generate, Speculate
+from fleetd.engine.protocol import Cancel, DraftFor, DraftReport, Generate, Speculate, StreamTag
+from fleetd.engine.speculation.draft_messages import DRAFTS
+from fleetd.engine.speculation.remote_source import RemoteSource
+from fleetd.engine.speculation.sources import Context
+from fleetd.engine.streams.frames import Place
+from fleetd.engine.streams.pipe import SocketPipe
 from fleetd.errors import InvalidValue, Overloaded
 
 pytestmark = pytest.mark.one_loop
 TOKENS = 40
 TRIES = 20
+KEY = os.urandom(32)
 ONLY = Speculate(sources=["drafter"])
 
 
@@ -115,6 +124,41 @@ async def test_ending_either_side_leaves_nothing_behind(model: Path) -> None:
         now = lambda: (resources(home)[0], resources(drafter)[0])  # noqa: E731
         await settle(lambda: free(home, drafter) and now()[0] <= before[0][0] and now()[1] <= before[1][0])
         await _refused(drafter)
+
+
+async def test_a_text_of_any_length_costs_another_worker_the_memory_of_a_window(model: Path) -> None:
+    """A text far longer than its context: drafts come, and it promises no more than for a short one."""
+    async with workers(model, 1) as (drafter,):
+        held = [await _memory_of(drafter, tokens) for tokens in (4_000, 100_000)]
+        assert held[0] == held[1] > 0
+        await settle(lambda: free(drafter))
+
+
+async def _memory_of(drafter: EngineProcess, tokens: int) -> int:
+    """Bytes that a worker has promised to a text of so many tokens once it has drafted for it."""
+    loop, moved, follow = asyncio.get_running_loop(), asyncio.Event(), DraftFor(f"of {tokens}")
+    near, far = socket.socketpair()
+    text = random.Random(3).choices(range(300), k=tokens)
+
+    def connect(place: Place) -> SocketPipe:
+        return SocketPipe(
+            near, KEY, "connector", place=place, wake=lambda: loop.call_soon_threadsafe(moved.set)
+        )
+
+    async with following(drafter, follow) as (told, _):
+        assert told.error is None
+        await drafter.give_stream(StreamTag(follow.id, DRAFTS, KEY, "acceptor"), far)
+        source = RemoteSource(connect, text, VOCAB)
+        async with asyncio.timeout(120):
+            while not source.propose(Context(text, 8)):
+                assert source.error is None
+                await moved.wait()
+                moved.clear()
+        await settle(lambda: drafter.status.kv_bytes > 0)
+        promised = drafter.status.kv_bytes
+        source.close()
+        await settle(lambda: free(drafter))
+    return promised
 
 
 async def _refused(drafter: EngineProcess) -> None:

@@ -259,7 +259,9 @@ def saved(folder: Path, file: str, head: MtpHead, names: str = "qwen", **more: m
         ("qwen3_next", "qwen", "model.safetensors"),
         ("qwen3_5_moe", "qwen", "mtp.safetensors"),
         ("deepseek_v3", "deepseek", "model.safetensors"),
+        ("deepseek_v32", "deepseek", "model.safetensors"),
         ("glm4_moe", "deepseek", "model-00002-of-00002.safetensors"),
+        ("glm_moe_dsa", "deepseek", "model.safetensors"),
         ("qwen2", "mimo", "model.safetensors"),
     ],
 )

@@ -69,6 +69,25 @@ def test_a_held_out_prompt_speaks_of_what_no_other_does() -> None:
         assert not any(subject in text for text in trained)
 
 
+class Counting:
+    """A tokenizer that makes a token of each word."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: bool) -> list[int]:
+        return [len(word) for word in messages[0]["content"].split()]
+
+
+def test_prompts_are_answered_again_by_another_chance_once_all_of_them_were() -> None:
+    pieces = head_answers.pieces(Counting())
+    others = [piece for piece in pieces if not piece.held_out]
+    # A piece's number is its seed.
+    assert [piece.number for piece in others] == [*range(len(others))]
+    assert len(others) < head_answers.HELD_PIECES
+    once = len(others) // head_answers.ROUNDS
+    first, second = ([piece.prompts for piece in others[at : at + once]] for at in (0, once))
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
 def test_an_answer_is_that_of_the_seed_and_its_hidden_states_are_those_of_its_tokens() -> None:
     found = answers()[0]
     again = head_answers.answer(model(), Piece(0, found.kinds, _prompts(found), held_out=False), [0])

@@ -1,4 +1,4 @@
-"""A model over two real daemons with an MTP head: one drafts with it, and no byte changes."""
+"""A model over two real daemons with an MTP head or a block drafter: one drafts, and no byte changes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import block_drafters
 import chain_model
 import pytest
 from forked_programs import Programs
@@ -22,6 +23,8 @@ from fleetd.engine.heads.mtp_head import MtpHead
 pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(300)]
 
 RIGHT, RANDOM = "right", "random"
+# A model over both machines, and what drafts for it from states of layers on both.
+TAPPED, BLOCKS, LAYERS = "tapped", "blocks", [1, 2]
 # What drafts bring depends on what else a machine does; whether they are right does not.
 SETTINGS = {"FLEETD_ENGINE_THREADS": "1", "FLEETD_SPECULATION_MODE": "on"}
 WITHIN_S = 30.0
@@ -47,6 +50,27 @@ def pair(
             # Until a machine has hashed its own files, it does not know whether others have the same.
             assert fleet["alpha"].fleetctl("models", "verify", name).returncode == 0
             fleet.until_has("beta", "alpha", name)
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def tapped(
+    short_dir: Path, programs: Programs, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveFleet]:
+    """Both have a model of four layers; one has a block drafter for it that is right by construction."""
+    root = tmp_path_factory.mktemp("blocks")
+    folder = chain_model.build(root / TAPPED, layers=4)
+    model, _ = load_model(folder)
+    config = block_drafters.config_for(model, "dspark", LAYERS)
+    drafter = block_drafters.right_drafter(model, "dspark", config)
+    named = block_drafters.saved(root / BLOCKS, drafter, config)
+    models = {"alpha": [folder, named], "beta": [folder]}
+    settings = {"alpha": {**SETTINGS, "FLEETD_SPECULATION_DRAFT_MODEL": BLOCKS}, "beta": SETTINGS}
+    with LiveFleet(short_dir / "group-blocks", models, settings=settings, programs=programs) as fleet:
+        fleet.until_usable()
+        fleet.until_has("alpha", "beta", TAPPED)
+        assert fleet["alpha"].fleetctl("models", "verify", TAPPED).returncode == 0
+        fleet.until_has("beta", "alpha", TAPPED)
         yield fleet
 
 
@@ -83,14 +107,16 @@ def head_of(daemon: LiveDaemon, model: str) -> str:
     return str(found)
 
 
-def drafted(daemon: LiveDaemon, model: str, **fields: Any) -> tuple[list[tuple[str, float]], dict[str, Any]]:
-    """An answer over both machines that only the head drafts for, and what the trace says of the head."""
+def drafted(
+    daemon: LiveDaemon, model: str, source: str = "mtp", **fields: Any
+) -> tuple[list[tuple[str, float]], dict[str, Any]]:
+    """An answer over both machines that only this source drafts for, and what the trace says of it."""
     before = last_trace(daemon).get("id")
-    plan, found = ask(daemon, model, "this", "beta", speculate={"sources": ["mtp"]}, **fields)
+    plan, found = ask(daemon, model, "this", "beta", speculate={"sources": [source]}, **fields)
     assert plan == "group; nodes=this,beta"
     until(lambda: last_trace(daemon).get("id") != before, WITHIN_S)
     speculation = last_trace(daemon)["speculation"]
-    return found, {} if speculation is None else speculation["sources"]["mtp"]
+    return found, {} if speculation is None else speculation["sources"][source]
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
@@ -119,3 +145,15 @@ def test_a_random_head_changes_nothing_and_is_switched_off(pair: LiveFleet) -> N
     assert "drafts were right" in head_of(alpha, RANDOM)
     found, counts = drafted(alpha, RANDOM)
     assert (found, counts) == (plain, {})
+
+
+def test_a_block_drafter_reads_layers_of_both_machines_and_is_always_right(tapped: LiveFleet) -> None:
+    alpha = tapped["alpha"]
+    found, counts = drafted(alpha, TAPPED, "dflash")
+    assert head_of(alpha, TAPPED).startswith("dflash: ")
+    _, plain = ask(alpha, TAPPED, "this", "beta", speculate={"enabled": False})
+    assert found == plain
+    assert counts["drafted"] > 40
+    assert counts["accepted"] == counts["drafted"]
+    # It says of how many tokens it knew the states when it began, and of how many it would have.
+    assert 0 < counts["known_tokens"] == counts["wanted_tokens"]

@@ -53,7 +53,9 @@ def byte_alphabet() -> list[str]:
     return [chr(b) if b in printable else chr(next(hidden)) for b in range(256)]
 
 
-def build(folder: Path, *, context: int = 4096, config: dict[str, Any] | None = None) -> Path:
+def build(
+    folder: Path, *, context: int = 4096, layers: int = 2, config: dict[str, Any] | None = None
+) -> Path:
     """Write the model into ``folder`` and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = byte_alphabet()
@@ -84,7 +86,7 @@ def build(folder: Path, *, context: int = 4096, config: dict[str, Any] | None = 
     }
     weights["lm_head.weight"][follows, np.arange(HIDDEN)] = 1.0
     rng = np.random.default_rng(7)
-    for layer in range(2):
+    for layer in range(layers):
         p = f"model.layers.{layer}."
         for name, shape in {
             "self_attn.q_proj": (HIDDEN, HIDDEN),
@@ -105,7 +107,7 @@ def build(folder: Path, *, context: int = 4096, config: dict[str, Any] | None = 
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": HIDDEN,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "intermediate_size": 64,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,

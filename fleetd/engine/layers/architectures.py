@@ -71,8 +71,8 @@ class Architecture(msgspec.Struct, frozen=True):
     whole: str = ""
     # The rest is for docs/models.md, and tests compare. Whether some layers keep a sliding window, or may.
     windows: Literal["no", "where set", "yes"] = "no"
-    # On a CPU running states are computed by other sums for a block of tokens than for single ones, and no
-    # drafts are verified there.
+    # On a CPU a block of tokens is computed by other sums than single ones, also if these are two rows wide,
+    # and no drafts are verified there.
     other_blocks: bool = False
     # Drafts leave the tokens as they are, and after them the last bit of log-probabilities may differ.
     rounds: bool = False
@@ -148,7 +148,7 @@ CUT: dict[str, Architecture] = {
     "cohere2": Architecture(logits="times_logit_scale", chunks="same", windows="yes"),
     "deepseek_v2": _PLAIN,
     "deepseek_v3": _DEEPSEEK3,
-    "deepseek_v32": replace(_LATENT_ARRAY, whole=_INDEX),
+    "deepseek_v32": replace(_LATENT_ARRAY, whole=_INDEX, other_blocks=True),
     "ernie4_5": _PLAIN,
     "exaone4": _WINDOWS,
     "falcon_h1": Architecture(
@@ -194,7 +194,7 @@ CUT: dict[str, Architecture] = {
         _GEMMA4, text="model.language_model", body="", call="reused caches", between="several states"
     ),
     "glm4_moe_lite": _LATENT_ARRAY,
-    "glm_moe_dsa": replace(_LATENT_ARRAY, whole=_INDEX),
+    "glm_moe_dsa": replace(_LATENT_ARRAY, whole=_INDEX, other_blocks=True),
     "granitemoehybrid": Architecture(
         scale="embedding_multiplier",
         logits="over_logits_scaling",
@@ -217,12 +217,12 @@ CUT: dict[str, Architecture] = {
     "kimi_linear": Architecture(mask_array=True, chunks="same", whole=_STATE, other_blocks=True),
     "lfm2": Architecture(norm="embedding_norm", whole=_STATE),
     "lfm2_moe": Architecture(norm="embedding_norm", whole=_STATE),
-    "longcat_flash": replace(_LATENT_ARRAY, whole=_TWICE),
+    "longcat_flash": replace(_LATENT_ARRAY, whole=_TWICE, other_blocks=True),
     "mamba2": Architecture(
         body="backbone", embed="embeddings", norm="norm_f", chunks="same", whole=_STATE, other_blocks=True
     ),
     "minimax": _PLAIN,
-    "minimax_m3_vl": Architecture(text=_TEXT, chunks="same", whole=_INDEX),
+    "minimax_m3_vl": Architecture(text=_TEXT, chunks="same", whole=_INDEX, other_blocks=True),
     "ministral3": Architecture(call="scaled queries", chunks="same", whole=_SCALED, windows="where set"),
     "mistral4": Architecture(call="scaled queries", chunks="same", whole=_SCALED),
     "nemotron_h": Architecture(
