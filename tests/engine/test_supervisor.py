@@ -35,6 +35,7 @@ from fleetd.engine.protocol import (
     StreamTag,
     Tokenized,
 )
+from fleetd.engine.settings import RingPlace
 from fleetd.errors import EngineDied, EngineError, EngineStalled, ModelUnloaded, OutOfMemory, Overloaded
 from fleetd.plan.prefill.split import Split
 
@@ -466,6 +467,57 @@ async def test_unloading_while_the_worker_starts_leaves_none(watched: EnginePool
         assert isinstance(outcome, list | EngineDied)
         await watched.close()
         assert watched.status() == []
+
+
+async def test_an_unload_that_is_cancelled_ends_the_worker_all_the_same(
+    watched: EnginePool, behave: Misbehave
+) -> None:
+    """As a request is that unwinds because of one loss while another one cancels it."""
+    for behaviour in ("answers", "deaf to shutdown"):
+        behave(behaviour)
+        for turns in range(6):
+            await watched.load(FOLDER)
+            process = watched._models["fake"].first._process
+            unloading = asyncio.create_task(watched.unload("fake"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            unloading.cancel()
+            await asyncio.wait([unloading])
+            if turns == 0:  # it had not begun
+                await watched.unload("fake")
+            assert watched.status() == []
+            assert process is not None
+            async with asyncio.timeout(30):
+                await process.wait()
+    await watched.close()
+    assert watched.held_bytes == 0
+    assert watched._ending == []
+
+
+async def test_a_rank_whose_request_ends_twice_leaves_no_worker(
+    watched: EnginePool, behave: Misbehave
+) -> None:
+    """At whichever moment of its life: its load fails, as its machine is lost, and then it is cancelled."""
+    behave("answers")
+    place = RingPlace(1, 2, 1, 2)
+
+    async def served() -> None:
+        async with watched.ranked(FOLDER, place):
+            await asyncio.Event().wait()
+
+    for turns in range(24):
+        serving = asyncio.create_task(served())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        # The first one unwinds it; the second one comes in the middle of that.
+        serving.cancel()
+        for _ in range(turns % 4):
+            await asyncio.sleep(0)
+        serving.cancel()
+        await asyncio.wait([serving])
+        await watched.close()
+        assert watched.status() == []
+        # Until processes, descriptors and tasks are those of before: see ``watched``.
 
 
 @pytest.mark.one_loop

@@ -610,13 +610,12 @@ class EnginePool:
         return bool(found)
 
     async def _end(self, *models: LoadedModel) -> None:
-        """Stop models that have left the table; until their workers are gone, their memory is counted."""
-        self._ending += models
-        try:
-            await asyncio.gather(*(model.stop() for model in models))
-        finally:
-            for model in models:
-                self._ending.remove(model)
+        """Stop models that have left the table; until their workers are gone, their memory is counted. If it
+        is cancelled, they end all the same."""
+        for model in models:
+            self._ending.append(model)
+            model.ending().add_done_callback(lambda _, model=model: self._ending.remove(model))
+        await asyncio.gather(*(model.stop() for model in models))
 
     @property
     def busy(self) -> bool:
@@ -652,6 +651,8 @@ class EnginePool:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         await asyncio.gather(*(self.unload(name) for name in list(self._models)))
+        # Of those whose requests were cancelled before their workers had ended.
+        await asyncio.gather(*(model.stop() for model in self._ending))
 
     @contextmanager
     def _asked_by(self, name: str, machine: str) -> Iterator[None]:
