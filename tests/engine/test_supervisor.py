@@ -36,7 +36,15 @@ from fleetd.engine.protocol import (
     Tokenized,
 )
 from fleetd.engine.settings import RingPlace
-from fleetd.errors import EngineDied, EngineError, EngineStalled, ModelUnloaded, OutOfMemory, Overloaded
+from fleetd.errors import (
+    EngineDied,
+    EngineError,
+    EngineStalled,
+    GroupLost,
+    ModelUnloaded,
+    OutOfMemory,
+    Overloaded,
+)
 from fleetd.plan.prefill.split import Split
 
 FOLDER = folder_of(Path("/nowhere"), "fake")
@@ -151,6 +159,20 @@ async def test_a_worker_without_progress_is_stalled(
     monkeypatch.setattr(limits, "ENGINE_STALL_S", 0.3)
     with pytest.raises(EngineStalled):
         await drain(watched)
+
+
+@pytest.mark.one_loop
+async def test_a_rank_without_progress_is_a_loss_of_its_group(
+    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for others: what is under way goes another way, as for every loss of a rank."""
+    monkeypatch.setattr(limits, "ENGINE_STALL_S", 0.2)
+    monkeypatch.setattr(limits, "RANK_SILENT_S", 3600.0)
+    behave("accepts one")
+    async with watched.ranked(FOLDER, RingPlace(0, 2, 1, 2)) as engine:
+        with pytest.raises(GroupLost, match="no progress"):
+            async for _ in engine.stream(ask("<hello>", "r")):
+                pass
 
 
 @pytest.mark.one_loop

@@ -275,8 +275,8 @@ async def exec_forked(channel: socket.socket, *command: str, **options: Any) -> 
 
 
 async def _started(asked: socket.socket) -> int:
-    """The id of the process that was asked for. If this is cancelled, that process is killed, as asyncio's own
-    start does it."""
+    """The id of the process that was asked for. If this is cancelled, that process is killed, as asyncio's
+    own start does it."""
     loop, readable = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(asked, readable.set)
     try:

@@ -67,6 +67,7 @@ from fleetd.errors import (
     EngineError,
     EngineStalled,
     FleetError,
+    GroupLost,
     ModelUnloaded,
     Overloaded,
     from_code,
@@ -476,7 +477,9 @@ class EngineProcess:
                 )
             )
         elif now - self._progress_at > (within_s := self._silent_within_s):
-            self.kill(EngineStalled(f"The engine for {name} made no progress for {within_s:.0f} s."))
+            stalled = f"The engine for {name} made no progress for {within_s:.0f} s."
+            # A rank waits for others, any of which may be at fault: its requests go another way.
+            self.kill(EngineStalled(stalled) if self.settings.ring is None else GroupLost(stalled))
 
     @property
     def _silent_within_s(self) -> float:

@@ -163,10 +163,13 @@ class FleetRanks:
         await engine.give_stream(StreamTag(rank.member.stream, STAGE, answer.passes.key, "connector"), sock)
 
     async def _watch(self, rank: _Rank) -> None:
-        with self._forming(rank):
+        try:
             if rank.stream is None or await _next(rank.stream) is None:
                 raise PeerLost("It has left the group.")
             raise ProtocolError("It said more than that it is alive.")
+        except FleetError as error:
+            # Whatever it ended with, even without memory: what is under way goes another way.
+            raise _lost(rank, error) from error
 
     async def _learn(self) -> None:
         """Tell what the ring has measured, once the model is loaded."""
@@ -193,10 +196,13 @@ class FleetRanks:
         except (ModelError, OutOfMemory) as error:
             raise said_by(rank.machine.name, error) from error
         except FleetError as error:
-            raise GroupLost(
-                f"{rank.machine.name}: {error.message}",
-                hint="Send the request again: it goes another way.",
-            ) from error
+            raise _lost(rank, error) from error
+
+
+def _lost(rank: _Rank, error: FleetError) -> GroupLost:
+    return GroupLost(
+        f"{rank.machine.name}: {error.message}", hint="Send the request again: it goes another way."
+    )
 
 
 async def _next(stream: PeerStream) -> bytes | None:
