@@ -14,6 +14,7 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -614,8 +615,11 @@ class EnginePool:
         is cancelled, they end all the same."""
         for model in models:
             self._ending.append(model)
-            model.ending().add_done_callback(lambda _, model=model: self._ending.remove(model))
+            model.ending().add_done_callback(partial(self._ended, model))
         await asyncio.gather(*(model.stop() for model in models))
+
+    def _ended(self, model: LoadedModel, _ending: asyncio.Task[None]) -> None:
+        self._ending.remove(model)
 
     @property
     def busy(self) -> bool:
