@@ -504,6 +504,8 @@ GROUP_BEAT_S, GROUP_SILENT_S, GROUP_STEP_S = 0.5, 2.5, 300.0
 GROUP_LINK_S, GROUP_RELAY_S = 5.0, 600.0
 # Ranks of a ring have so long to find each other, and so long to read their weights.
 RING_FORM_S, RANKS_LOAD_S = 45.0, 1800.0
+# Once all of them have, so long to meet, make a first pass and measure a sum; kernels may be compiled for it.
+RANKS_MEET_S = 120.0
 # What a rank tells the others before RDMA connects them: addresses of some queues.
 SIDE_CHANNEL_BYTES = 1 << 20
 # A pass of ranks is late after so many times what such passes took, and not before so many seconds; a first

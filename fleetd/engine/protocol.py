@@ -352,6 +352,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 # The first words of a stage in which a load has yet to begin.
 WAITING = "waiting for "
+# The stage in which the worker that answers waits for the other machines, its own weights read.
+CONNECTING = "connecting"
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

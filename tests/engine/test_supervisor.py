@@ -35,7 +35,16 @@ from fleetd.engine.protocol import (
     StreamTag,
     Tokenized,
 )
-from fleetd.errors import EngineDied, EngineError, EngineStalled, ModelUnloaded, OutOfMemory, Overloaded
+from fleetd.engine.settings import RingPlace
+from fleetd.errors import (
+    EngineDied,
+    EngineError,
+    EngineStalled,
+    GroupLost,
+    ModelUnloaded,
+    OutOfMemory,
+    Overloaded,
+)
 from fleetd.plan.prefill.split import Split
 
 FOLDER = folder_of(Path("/nowhere"), "fake")
@@ -150,6 +159,20 @@ async def test_a_worker_without_progress_is_stalled(
     monkeypatch.setattr(limits, "ENGINE_STALL_S", 0.3)
     with pytest.raises(EngineStalled):
         await drain(watched)
+
+
+@pytest.mark.one_loop
+async def test_a_rank_without_progress_is_a_loss_of_its_group(
+    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for others: what is under way goes another way, as for every loss of a rank."""
+    monkeypatch.setattr(limits, "ENGINE_STALL_S", 0.2)
+    monkeypatch.setattr(limits, "RANK_SILENT_S", 3600.0)
+    behave("accepts one")
+    async with watched.ranked(FOLDER, RingPlace(0, 2, 1, 2)) as engine:
+        with pytest.raises(GroupLost, match="no progress"):
+            async for _ in engine.stream(ask("<hello>", "r")):
+                pass
 
 
 @pytest.mark.one_loop
@@ -466,6 +489,57 @@ async def test_unloading_while_the_worker_starts_leaves_none(watched: EnginePool
         assert isinstance(outcome, list | EngineDied)
         await watched.close()
         assert watched.status() == []
+
+
+async def test_an_unload_that_is_cancelled_ends_the_worker_all_the_same(
+    watched: EnginePool, behave: Misbehave
+) -> None:
+    """As a request is that unwinds because of one loss while another one cancels it."""
+    for behaviour in ("answers", "deaf to shutdown"):
+        behave(behaviour)
+        for turns in range(6):
+            await watched.load(FOLDER)
+            process = watched._models["fake"].first._process
+            unloading = asyncio.create_task(watched.unload("fake"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            unloading.cancel()
+            await asyncio.wait([unloading])
+            if turns == 0:  # it had not begun
+                await watched.unload("fake")
+            assert watched.status() == []
+            assert process is not None
+            async with asyncio.timeout(30):
+                await process.wait()
+    await watched.close()
+    assert watched.held_bytes == 0
+    assert watched._ending == []
+
+
+async def test_a_rank_whose_request_ends_twice_leaves_no_worker(
+    watched: EnginePool, behave: Misbehave
+) -> None:
+    """At whichever moment of its life: its load fails, as its machine is lost, and then it is cancelled."""
+    behave("answers")
+    place = RingPlace(1, 2, 1, 2)
+
+    async def served() -> None:
+        async with watched.ranked(FOLDER, place):
+            await asyncio.Event().wait()
+
+    for turns in range(24):
+        serving = asyncio.create_task(served())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        # The first one unwinds it; the second one comes in the middle of that.
+        serving.cancel()
+        for _ in range(turns % 4):
+            await asyncio.sleep(0)
+        serving.cancel()
+        await asyncio.wait([serving])
+        await watched.close()
+        assert watched.status() == []
+        # Until processes, descriptors and tasks are those of before: see ``watched``.
 
 
 @pytest.mark.one_loop

@@ -145,6 +145,45 @@ def test_what_a_rank_that_adds_wrongly_said_is_no_answer(kept: KeptGroups, machi
     kept.runner.run(run())
 
 
+# ---- starts that are cancelled ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", [MEMBER, HOME])
+def test_of_a_rank_whose_start_is_cancelled_no_process_is_left(
+    kept: KeptGroups, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is when the group is lost just then: the process is there, and nobody has its id yet."""
+    execute, started = asyncio.create_subprocess_exec, list[str]()
+
+    async def cancelled(*command: str, **options: Any) -> Any:
+        started.append(machine)
+        # The member's rank starts first.
+        if len(started) == (1 if machine == MEMBER else 2):
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+        return await execute(*command, **options)
+
+    async def run() -> None:
+        fleet, told = kept.machines, RequestEvents()
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", cancelled)
+        try:
+            async with asyncio.timeout(60):
+                await fleet.ask(fleet.prompt(f"start.{machine}"), told, lambda _: None)
+        finally:
+            await fleet.unload()
+            fleet.mend()
+        assert len(started) > 1
+        if told.error is None:
+            _assert_same(told, kept.expected)
+        else:
+            assert told.error.code == "engine_died"
+        await fleet.quiet()
+        await fleet.unchanged(kept.before)
+
+    kept.runner.run(run())
+
+
 # ---- leaks -----------------------------------------------------------------------------------------------
 
 

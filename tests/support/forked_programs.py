@@ -261,12 +261,46 @@ async def exec_forked(channel: socket.socket, *command: str, **options: Any) -> 
         theirs.close()
         os.close(nothing)
     try:
-        status, stderr = await _reading(asked), await _reading(ours)
-        return ForkedWorker(_number(await status.reader.readexactly(_NUMBER_BYTES)), status, stderr)
+        pid = await _started(asked)
     except asyncio.CancelledError:
+        ours.close()
+        raise
+    try:
+        return ForkedWorker(pid, await _reading(asked), await _reading(ours))
+    except asyncio.CancelledError:
+        _kill(pid)
         asked.close()
         ours.close()
         raise
+
+
+async def _started(asked: socket.socket) -> int:
+    """The id of the process that was asked for. If this is cancelled, that process is killed, as asyncio's
+    own start does it."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(asked, readable.set)
+    try:
+        await readable.wait()
+    except asyncio.CancelledError:
+        loop.remove_reader(asked)
+        with asked:
+            _kill(_pid(asked))
+        raise
+    loop.remove_reader(asked)
+    return _pid(asked)
+
+
+def _pid(asked: socket.socket) -> int:
+    # The loop has made it a socket that does not wait.
+    asked.setblocking(True)
+    return _number(asked.recv(_NUMBER_BYTES, socket.MSG_WAITALL))
+
+
+def _kill(pid: int) -> None:
+    if pid < 0:  # no process, but how one ended: its server has
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _ask(

@@ -21,7 +21,7 @@ def install() -> None:
     """Into a process that is to become a worker."""
     import mlx.core as mx
 
-    from fleetd.engine.ranks import mirror, rank_model
+    from fleetd.engine.layers.stage import Stage
 
     all_sum = mx.distributed.all_sum
 
@@ -31,5 +31,5 @@ def install() -> None:
         return found * float(file.read_text()) if file.exists() else found
 
     mx.distributed.all_sum = summed
-    for module in (mirror, rank_model):
-        module.run_pass = short_stages.scarce(module.run_pass)
+    # In the middle of a pass: a rank computes its layers nowhere else.
+    Stage.run = short_stages.scarce(Stage.run)  # type: ignore[method-assign]

@@ -8,7 +8,6 @@ start ──► form: every member loads ──► spawn ──► connect ─�
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -106,6 +105,8 @@ class GroupFront(EngineProcess):
         )
 
     async def start(self) -> None:
+        if self.state != "loading":  # unloaded before it began
+            raise self._not_running()
         self._life = asyncio.create_task(self._live(), name=f"group-{self.settings.name}")
 
     async def _live(self) -> None:
@@ -158,10 +159,15 @@ class GroupFront(EngineProcess):
             self.state = "stopping"
             self.error = self.error or EngineDied(f"{self.settings.name} was unloaded.")
             await self._notify()
-        if self._life is not None:
+        # Its own start ends it if it was told to stop meanwhile: that is part of its life, and does not wait
+        # for it.
+        if self._life is not None and self._life is not asyncio.current_task():
             self._life.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._life
+            try:
+                await asyncio.wait([self._life])
+            except asyncio.CancelledError:
+                self.kill()
+                raise
         await super().stop()
 
 

@@ -32,7 +32,7 @@ class LoadedModel:
         self.workers = tuple(workers)
         # The worker that ended unasked, and with which the others were ended.
         self.lost: EngineProcess | None = None
-        self._stopping = False
+        self._ending: asyncio.Task[None] | None = None
         self._on_exit = on_exit
         for worker in self.workers:
             worker.on_exit = self._exited
@@ -65,12 +65,25 @@ class LoadedModel:
             await worker.check()
 
     async def stop(self) -> None:
-        """End all workers, as ``EngineProcess.stop`` does; idempotent."""
-        self._stopping = True
+        """End all workers, as ``EngineProcess.stop`` does; idempotent. If it is cancelled, they end all the
+        same."""
+        await asyncio.shield(self.ending())
+
+    def ending(self) -> asyncio.Task[None]:
+        """Tell all workers to end; over once they have.
+
+        A task of its own: a request may be cancelled twice, at the end of its work and because its machine is
+        lost. The second time must not find workers that nobody ends any more.
+        """
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end(), name=f"end-{self.name}")
+        return self._ending
+
+    async def _end(self) -> None:
         await asyncio.gather(*(worker.stop() for worker in self.workers))
 
     def _exited(self, worker: EngineProcess) -> None:
-        if not self._stopping and self.lost is None:
+        if self._ending is None and self.lost is None:
             self.lost = worker
             for other in self.workers:
                 if other is not worker:

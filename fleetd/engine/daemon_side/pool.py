@@ -14,6 +14,7 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -638,13 +639,15 @@ class EnginePool:
         return bool(found)
 
     async def _end(self, *models: LoadedModel) -> None:
-        """Stop models that have left the table; until their workers are gone, their memory is counted."""
-        self._ending += models
-        try:
-            await asyncio.gather(*(model.stop() for model in models))
-        finally:
-            for model in models:
-                self._ending.remove(model)
+        """Stop models that have left the table; until their workers are gone, their memory is counted. If it
+        is cancelled, they end all the same."""
+        for model in models:
+            self._ending.append(model)
+            model.ending().add_done_callback(partial(self._ended, model))
+        await asyncio.gather(*(model.stop() for model in models))
+
+    def _ended(self, model: LoadedModel, _ending: asyncio.Task[None]) -> None:
+        self._ending.remove(model)
 
     @property
     def busy(self) -> bool:
@@ -681,6 +684,8 @@ class EnginePool:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         await asyncio.gather(*(self.unload(name) for name in list(self._models)))
+        # Of those whose requests were cancelled before their workers had ended.
+        await asyncio.gather(*(model.stop() for model in self._ending))
 
     @contextmanager
     def _asked_by(self, name: str, machine: str) -> Iterator[None]:

@@ -72,6 +72,7 @@ from fleetd.errors import (
     EngineError,
     EngineStalled,
     FleetError,
+    GroupLost,
     ModelUnloaded,
     Overloaded,
     from_code,
@@ -178,6 +179,8 @@ class EngineProcess:
             ours.close()
             self._socket_sender.close()
             self.kill()
+            if self._rank_watch is not None:
+                self._rank_watch.close()
             self.state = "failed"
             # Others may wait for this load.
             await self._notify()
@@ -212,10 +215,6 @@ class EngineProcess:
         watch = self._rank_watch
         try:
             return await self._executed(theirs, their_channel)
-        except BaseException:
-            if watch is not None:
-                watch.close()
-            raise
         finally:
             if watch is not None:
                 watch.started()
@@ -521,7 +520,9 @@ class EngineProcess:
                 )
             )
         elif now - self._progress_at > (within_s := self._silent_within_s):
-            self.kill(EngineStalled(f"The engine for {name} made no progress for {within_s:.0f} s."))
+            stalled = f"The engine for {name} made no progress for {within_s:.0f} s."
+            # A rank waits for others, any of which may be at fault: its requests go another way.
+            self.kill(EngineStalled(stalled) if self.settings.ring is None else GroupLost(stalled))
 
     @property
     def shown_name(self) -> str:

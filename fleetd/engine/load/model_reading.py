@@ -39,7 +39,7 @@ from fleetd.engine.load.rank_members import RankMembers
 from fleetd.engine.load.readable_folder import forbid_absent, readable
 from fleetd.engine.measure import device_memory
 from fleetd.engine.measure.memory import admit_weights, human
-from fleetd.engine.protocol import Loading
+from fleetd.engine.protocol import CONNECTING, Loading
 from fleetd.engine.ranks import dividing
 from fleetd.engine.ranks.rank_model import RankModel
 from fleetd.engine.sequence_state.kinds import StateKind, kind_of
@@ -151,7 +151,7 @@ def read_model(
     weights = HeldWeights.of(settings, config, device, room, on_disk)
     model, tokenizer, head, headless = _read(settings, config, weights, room, report, members)
     if members is not None:
-        report(Loading("connecting"))
+        report(Loading(CONNECTING))
         members.join(model)
     report(Loading("warming up"))
     held = _held_rows(settings, model)

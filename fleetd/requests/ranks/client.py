@@ -6,6 +6,8 @@ the last rank is asked first ──► each promises memory, opens a stream to t
 
 from __future__ import annotations
 
+import asyncio
+import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -16,7 +18,7 @@ import msgspec
 from fleetd import limits
 from fleetd.control.daemon_status import Carried
 from fleetd.engine.daemon_side.supervisor import EngineProcess
-from fleetd.engine.protocol import STAGE, Loading, StreamTag
+from fleetd.engine.protocol import CONNECTING, STAGE, WAITING, Loading, StreamTag
 from fleetd.engine.settings import GroupMember, RingPlace
 from fleetd.errors import FleetError, GroupLost, ModelError, OutOfMemory, PeerLost, ProtocolError
 from fleetd.p2p.session.transport import PeerStream
@@ -40,6 +42,8 @@ class _Rank:
     machine: RankMachine
     member: GroupMember
     stream: PeerStream | None = None
+    # It has read its weights, and waits for the others.
+    waits: bool = False
 
 
 class FleetRanks:
@@ -73,6 +77,8 @@ class FleetRanks:
         self._promise_here, self._promised = promise_here, ExitStack()
         self._measured, self._fabrics = measured, fabrics
         self._engine: EngineProcess | None = None
+        # When ranks that all wait for each other must have met; the loop's time.
+        self._meet_by_s = math.inf
         self._id = secrets.token_hex(8)
         self._links = RingLinks(0, 1 + len(machines), fabrics or no_offer)
         self._ranks = [
@@ -157,16 +163,31 @@ class FleetRanks:
         with self._forming(rank):
             if rank.stream is None:
                 raise PeerLost("It was not asked.")
-            while (answer := await self._hear(rank.stream)).passes is None:
-                pass
+            while (answer := await self._hear(rank.stream, self._due_s)).passes is None:
+                rank.waits = answer.stage.startswith(WAITING)
             sock = await self._partners.connect(rank.machine.node_id, answer.passes)
         await engine.give_stream(StreamTag(rank.member.stream, STAGE, answer.passes.key, "connector"), sock)
 
+    def _due_s(self) -> float:
+        """Until when a rank may say nothing but that it is alive; infinite while any rank reads its weights,
+        which may take minutes. A link that carries nothing any more is noticed by no rank."""
+        all_wait = all(rank.waits for rank in self._ranks) and (
+            self._engine is not None and self._engine.loading.stage == CONNECTING
+        )
+        if not all_wait:
+            self._meet_by_s = math.inf
+        elif self._meet_by_s == math.inf:
+            self._meet_by_s = asyncio.get_running_loop().time() + limits.RANKS_MEET_S
+        return self._meet_by_s
+
     async def _watch(self, rank: _Rank) -> None:
-        with self._forming(rank):
+        try:
             if rank.stream is None or await _next(rank.stream) is None:
                 raise PeerLost("It has left the group.")
             raise ProtocolError("It said more than that it is alive.")
+        except FleetError as error:
+            # Whatever it ended with, even without memory: what is under way goes another way.
+            raise _lost(rank, error) from error
 
     async def _learn(self) -> None:
         """Tell what the ring has measured, once the model is loaded."""
@@ -180,8 +201,8 @@ class FleetRanks:
             self._measured(self._engine.facts.sum_s)
 
     @staticmethod
-    async def _hear(stream: PeerStream) -> RankTold:
-        if (body := await _next(stream)) is None:
+    async def _hear(stream: PeerStream, due_s: Callable[[], float] = lambda: math.inf) -> RankTold:
+        if (body := await _next(stream, due_s)) is None:
             raise ProtocolError("It ended its rank without a word.")
         return messages.decode(body, RankTold)
 
@@ -193,11 +214,14 @@ class FleetRanks:
         except (ModelError, OutOfMemory) as error:
             raise said_by(rank.machine.name, error) from error
         except FleetError as error:
-            raise GroupLost(
-                f"{rank.machine.name}: {error.message}",
-                hint="Send the request again: it goes another way.",
-            ) from error
+            raise _lost(rank, error) from error
 
 
-async def _next(stream: PeerStream) -> bytes | None:
-    return await next_message(stream, silence_s=limits.GROUP_SILENT_S)
+def _lost(rank: _Rank, error: FleetError) -> GroupLost:
+    return GroupLost(
+        f"{rank.machine.name}: {error.message}", hint="Send the request again: it goes another way."
+    )
+
+
+async def _next(stream: PeerStream, due_s: Callable[[], float] = lambda: math.inf) -> bytes | None:
+    return await next_message(stream, due_s=due_s, silence_s=limits.GROUP_SILENT_S)

@@ -1,0 +1,90 @@
+"""A ring seen from the machine that answers: what the loss of a rank comes to."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fleetd import limits
+from fleetd.engine.protocol import CONNECTING, WAITING
+from fleetd.errors import FleetError, GroupLost, ModelUnsupported, OutOfMemory, PeerLost
+from fleetd.requests.ranks import messages
+from fleetd.requests.ranks.client import FleetRanks, RankMachine
+from fleetd.requests.ranks.messages import RankTold
+from fleetd.requests.remote.message_codec import ALIVE
+
+pytestmark = pytest.mark.one_loop
+
+
+class EndedStream:
+    """A rank's stream, at its end."""
+
+    def __init__(self, error: FleetError) -> None:
+        self._error = error
+
+    async def receive(self) -> bytes | None:
+        raise self._error
+
+    def cancel(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OutOfMemory("No memory is left."), ModelUnsupported("It has no part of it."), PeerLost("It is gone.")],
+)
+async def test_a_rank_that_is_lost_later_is_a_loss_of_the_group_whatever_it_ended_with(
+    error: FleetError,
+) -> None:
+    """A rank without memory may be heard of before its broken ring: the request goes another way all the
+    same."""
+    partners: Any = None
+    ranks = FleetRanks(partners, "tiny", "digest", [RankMachine("node", "kitchen")], 2, 64)
+    stream: Any = EndedStream(error)
+    ranks._ranks[0].stream = stream
+    try:
+        with pytest.raises(GroupLost, match=f"kitchen: {error.message}"):
+            await ranks.watch()
+    finally:
+        ranks.close()
+
+
+class LivingStream:
+    """A rank's stream: it says that it waits for the others, and then that it is alive."""
+
+    def __init__(self) -> None:
+        self._told = [messages.encode(RankTold(f"{WAITING}the other ranks"))]
+        self.beats = 0
+
+    async def receive(self) -> bytes | None:
+        if self._told:
+            return self._told.pop()
+        self.beats += 1
+        await asyncio.sleep(0)
+        return ALIVE
+
+    def cancel(self) -> None:
+        pass
+
+
+async def test_ranks_that_all_wait_for_each_other_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do over a link that carries nothing any more: a rank that reads its weights is waited for."""
+    monkeypatch.setattr(limits, "RANKS_MEET_S", 0.01)
+    partners: Any = None
+    ranks = FleetRanks(partners, "tiny", "digest", [RankMachine("node", "kitchen")], 2, 64)
+    engine: Any = SimpleNamespace(facts=None, loading=SimpleNamespace(stage="reading"))
+    stream: Any = LivingStream()
+    ranks._ranks[0].stream = stream
+    connecting = asyncio.create_task(ranks.connect(engine))
+    try:
+        while stream.beats < 1000:  # noqa: ASYNC110  (each is a turn of the loop)
+            await asyncio.sleep(0)
+        assert not connecting.done()
+        engine.loading.stage = CONNECTING
+        with pytest.raises(GroupLost, match="kitchen: It says that it is alive, and gets no further"):
+            await connecting
+    finally:
+        ranks.close()
