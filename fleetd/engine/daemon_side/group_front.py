@@ -8,7 +8,6 @@ start ──► form: every member loads ──► spawn ──► connect ─�
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -158,10 +157,12 @@ class GroupFront(EngineProcess):
             self.state = "stopping"
             self.error = self.error or EngineDied(f"{self.settings.name} was unloaded.")
             await self._notify()
-        if self._life is not None:
+        # It stops itself if it was told to while its process was started.
+        if self._life is not None and self._life is not asyncio.current_task():
             self._life.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._life
+            await asyncio.wait({self._life})
+        # A life that was cancelled before it began has closed nothing.
+        self._group.close()
         await super().stop()
 
 

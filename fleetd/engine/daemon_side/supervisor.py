@@ -159,6 +159,8 @@ class EngineProcess:
             ours.close()
             self._socket_sender.close()
             self.kill()
+            if self._rank_watch is not None:
+                self._rank_watch.close()
             self.state = "failed"
             # Others may wait for this load.
             await self._notify()
