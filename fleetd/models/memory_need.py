@@ -124,9 +124,7 @@ def weight_need(path: Path, on_disk: int, config: Mapping[str, Any], rules: Weig
 
     def sizes() -> CpuSizes:
         try:
-            states = tuple(
-                (file, file.stat().st_mtime_ns, file.stat().st_size) for file in weight_files(path)
-            )
+            states = _states(path)
             if states or path.parent.name == PARTS:
                 return _sizes_in_files(path, states, _groups(config), plain=not is_quantised(config))
             return sizes_by_config(on_disk, config)
@@ -157,23 +155,11 @@ def layer_bytes(path: Path, config: Mapping[str, Any], arithmetic: CpuArithmetic
 
     Raises ModelCorrupt; ModelUnsupported if the names of the weights tell no layers.
     """
-    tensors = _tensors(path, weight_files(path))
-    layers: dict[int, dict[str, TensorInfo]] = {}
-    outside: dict[str, TensorInfo] = {}
-    for name, info in tensors.items():
-        layer = layer_of(name)
-        (outside if layer is None else layers.setdefault(layer, {}))[name] = info
-    check_numbers(path, layers)
-    groups, plain = _groups(config), not is_quantised(config)
-
-    def size(part: Mapping[str, TensorInfo]) -> int:
-        if not arithmetic:
-            return sum(info.end - info.begin for info in part.values())
-        return int(getattr(cpu_sizes(part, groups, plain=plain), arithmetic))
-
-    each = tuple(size(layers[index]) for index in range(len(layers)))
+    each, outside = _layers_in_files(
+        path, _states(path), _groups(config), plain=not is_quantised(config), arithmetic=arithmetic
+    )
     row = _row_bytes(config, FLOAT_BYTES if arithmetic else 2)
-    return LayerBytes(each, size(outside), row, together(config, len(each)))
+    return LayerBytes(each, outside, row, together(config, len(each)))
 
 
 def even_layer_bytes(weights_bytes: int) -> LayerBytes:
@@ -234,10 +220,42 @@ class GroupSizes(msgspec.Struct, frozen=True):
     named: tuple[tuple[str, int], ...] = ()
 
 
+_States = tuple[tuple[Path, int, int], ...]
+
+
+def _states(path: Path) -> _States:
+    """The files of weights in a folder, with their times and sizes. Raises ModelCorrupt, OSError."""
+    return tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in weight_files(path))
+
+
+@lru_cache(maxsize=64)
+def _layers_in_files(
+    path: Path,
+    states: _States,
+    groups: GroupSizes,
+    *,
+    plain: bool,
+    arithmetic: CpuArithmetic | Literal[""],
+) -> tuple[tuple[int, ...], int]:
+    """Bytes of each layer and of what belongs to none, cached by the files' times and sizes. Raises as
+    ``layer_bytes``."""
+    layers: dict[int, dict[str, TensorInfo]] = {}
+    outside: dict[str, TensorInfo] = {}
+    for name, info in _tensors(path, [file for file, _, _ in states]).items():
+        layer = layer_of(name)
+        (outside if layer is None else layers.setdefault(layer, {}))[name] = info
+    check_numbers(path, layers)
+
+    def size(part: Mapping[str, TensorInfo]) -> int:
+        if not arithmetic:
+            return sum(info.end - info.begin for info in part.values())
+        return int(getattr(cpu_sizes(part, groups, plain=plain), arithmetic))
+
+    return tuple(size(layers[index]) for index in range(len(layers))), size(outside)
+
+
 @lru_cache(maxsize=256)
-def _sizes_in_files(
-    path: Path, states: tuple[tuple[Path, int, int], ...], groups: GroupSizes, *, plain: bool
-) -> CpuSizes:
+def _sizes_in_files(path: Path, states: _States, groups: GroupSizes, *, plain: bool) -> CpuSizes:
     """What the headers of these files tell, cached by the files' times and sizes. Raises ModelCorrupt."""
     return cpu_sizes(_tensors(path, [file for file, _, _ in states]), groups, plain=plain)
 

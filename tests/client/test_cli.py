@@ -1023,7 +1023,7 @@ def test_status_says_how_far_each_machine_of_a_group_is(run: Run, daemon: FakeDa
     far = "(reading 1.2 GB of 8.0 GB)"
     assert f"m: layers 0-14 here, layers 15-29 on kitchen {far}, layer 30 on attic (warming up)" in shown
     assert f"d: a part of every layer here and on kitchen {far}" in shown
-    assert status._IN_BYTES == model_change.FETCHING | {model_change.READING}
+    assert model_change.FETCHING | {model_change.READING} == status._IN_BYTES
 
 
 def test_loading_over_several_machines_names_them(run: Run, daemon: FakeDaemon) -> None:

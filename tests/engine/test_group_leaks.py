@@ -96,7 +96,8 @@ def test_groups_that_formed_and_ended_leave_no_thread_descriptor_or_memory(on_cp
         resident = process.memory_info().rss
         for _ in range(GROUPS):
             group(whole, thread, ask)
-        assert held() == before
+        # Threads and descriptors of other tests may go meanwhile.
+        assert all(now <= then for now, then in zip(held(), before, strict=True)), (held(), before)
         left.append(process.memory_info().rss - resident)
     assert len(set(answers)) == 1
     thread.close()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from asking import folder_of
@@ -13,12 +16,15 @@ from sharing import LAYERS, write
 
 from fleetd import limits
 from fleetd.control.prefill_trace import GroupStage
+from fleetd.engine.daemon_side import pool as pool_module
 from fleetd.engine.daemon_side.group_front import GroupFront, GroupLife
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import Loading
 from fleetd.engine.settings import GroupMember
 from fleetd.errors import FleetError, GroupLost, ModelUnsupported, NoMachine
+from fleetd.models import memory_need
 from fleetd.models.folder import ModelFolder
+from fleetd.models.weights import weight_files
 
 pytestmark = pytest.mark.one_loop
 
@@ -199,3 +205,152 @@ async def test_a_group_that_nobody_uses_is_loaded_over_another_cut(
             await waiting
     finally:
         await pool.close()
+
+
+async def test_layers_are_loaded_on_when_one_of_two_that_wait_for_them_leaves(tmp_path: Path) -> None:
+    folder = folder_of(write(tmp_path / "tiny"))
+    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30))
+
+    async def used() -> bool:
+        async with pool.assisting(folder, 2, LAYERS) as engine:
+            return engine.state == "ready"
+
+    try:
+        stays, leaves = (asyncio.create_task(used()) for _ in range(2))
+        while pool.part(folder) is None:  # noqa: ASYNC110  (the pool announces nothing before)
+            await asyncio.sleep(0)
+        leaves.cancel()
+        await asyncio.gather(leaves, return_exceptions=True)
+        await pool.let_go(folder, 2, LAYERS)
+        assert await stays
+    finally:
+        await pool.close()
+
+
+async def test_a_model_that_is_unloaded_while_it_is_cut_anew_does_not_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "GROUP_RECUT_IDLE_S", 0.0)
+    folder, made = folder_of(write(tmp_path / "tiny")), list[FormingGroup]()
+    ends, ended = asyncio.Event(), asyncio.Event()
+
+    def group(*_: object) -> FormingGroup:
+        made.append(HeldGroup(["kitchen"]))
+        return made[-1]
+
+    pool = EnginePool(
+        PoolOptions(device="cpu", max_memory_bytes=2 << 30),
+        groups=group,
+        cut_anew=lambda name, stages: (group(), "kitchen is slow."),
+    )
+    try:
+        loading = asyncio.create_task(pool.load(folder, ["kitchen"]))
+        await forming(pool, folder, made, 1)
+        front = pool.loading_engine(folder)
+        assert isinstance(front, GroupFront)
+        front.state, front.stages = "ready", [GroupStage("", 0, 2, 0.1, 0.0, 64)]
+        await front._notify()
+        await loading
+        stop = front.stop
+
+        async def slow() -> None:
+            ends.set()
+            await ended.wait()
+            await stop()
+
+        monkeypatch.setattr(front, "stop", slow)
+        pool.cut_when_idle()
+        await ends.wait()
+        assert await pool.unload(folder.name)
+        ended.set()
+        cutting = pool._cutting
+        assert cutting is not None
+        await cutting
+        assert pool.status() == []
+        assert not made[1].begun.is_set()
+        assert [getattr(each, "closed", None) for each in made] == [True, True]
+    finally:
+        await pool.close()
+
+
+async def test_whoever_ends_a_group_and_is_cancelled_is_cancelled(tmp_path: Path) -> None:
+    folder, made = folder_of(write(tmp_path / "tiny")), list[FormingGroup]()
+    leaves = asyncio.Event()
+
+    class SlowGroup(HeldGroup):
+        async def form(self, told: Callable[[Loading], None]) -> None:
+            self.begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await leaves.wait()
+
+    def group(*_: object) -> FormingGroup:
+        made.append(SlowGroup(["kitchen"]))
+        return made[-1]
+
+    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30), groups=group)
+    try:
+        loading = asyncio.create_task(pool.load(folder, ["kitchen"]))
+        await forming(pool, folder, made, 1)
+        front = pool.loading_engine(folder)
+        assert front is not None
+        stopping = asyncio.create_task(front.stop())
+        while front.state != "stopping":  # noqa: ASYNC110  (it announces that to loads only)
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        stopping.cancel()
+        leaves.set()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        with pytest.raises(FleetError):
+            await loading
+    finally:
+        await pool.close()
+
+
+async def test_a_disk_that_hangs_when_a_model_is_to_load_holds_up_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, other = folder_of(write(tmp_path / "slow"), "slow"), folder_of(write(tmp_path / "other"), "other")
+    asked, answers, sizes = threading.Event(), threading.Event(), pool_module.weight_need
+
+    def hangs(path: Path, *given: Any) -> Any:
+        if path == slow.path and not answers.is_set():
+            asked.set()
+            assert answers.wait(100)
+        return sizes(path, *given)
+
+    monkeypatch.setattr(pool_module, "weight_need", hangs)
+    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30))
+    try:
+        loading = asyncio.create_task(pool.load(slow))
+        await asyncio.to_thread(asked.wait)
+        await pool.load(other)
+        assert not loading.done()
+        answers.set()
+        await loading
+        assert sorted(status.model for status in pool.status()) == ["other", "slow"]
+    finally:
+        answers.set()
+        await pool.close()
+
+
+async def test_what_is_read_of_layers_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(write(tmp_path / "tiny"))
+    read, headers = list[Path](), memory_need.read_header
+
+    def reading(file: Path) -> Any:
+        read.append(file)
+        return headers(file)
+
+    monkeypatch.setattr(memory_need, "read_header", reading)
+    first = memory_need.layer_bytes(folder.path, folder.config, "")
+    assert len(read) == len(weight_files(folder.path))
+    assert memory_need.layer_bytes(folder.path, folder.config, "") == first
+    assert len(read) == len(weight_files(folder.path))
+    # Other files under the same names are read again.
+    file = weight_files(folder.path)[0]
+    os.utime(file, ns=(1, 1))
+    assert memory_need.layer_bytes(folder.path, folder.config, "") == first
+    assert len(read) == 2 * len(weight_files(folder.path))

@@ -14,11 +14,14 @@ import tiny_architectures
 from group_machines import Group, group_of, rows_held
 from mlx_lm.models.cache import make_prompt_cache
 from msgspec.structs import replace
+from tiny_architectures import VOCAB
 from turned_scheduler import TinyFamily, Turned, drawn, family
 
 from fleetd.engine.failures import MemberLost
 from fleetd.engine.groups import messages
-from fleetd.engine.groups.messages import Copy, Extract, Filter, RunStage, StageRan, Trim
+from fleetd.engine.groups.member_rows import MemberRows
+from fleetd.engine.groups.messages import Copy, Extract, Filter, Merge, RunStage, StageRan, Trim
+from fleetd.engine.groups.remote_rows import CachesThere, KeptThere, RemoteRows
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import Cancel, Finished
 from fleetd.engine.streams.frames import FrameHeader, Kind
@@ -192,6 +195,80 @@ def test_a_change_of_what_is_not_there_is_refused(pair: Group, change: Any) -> N
     cache[-1].there.tell(change)
     with pytest.raises(MemberLost, match=r"kept here|cannot be had"):
         pair.model(mx.array([[4]]), cache)
+
+
+@pytest.mark.parametrize("change", [Filter(3, [0, 2]), Extract(3, 2, 4), Filter(1, [0]), Extract(1, 0, 4)])
+def test_rows_that_a_batch_does_not_have_are_refused(llama: TinyFamily, on_cpu: None, change: Any) -> None:
+    """What takes rows out of an array does not check their numbers: it would read other memory."""
+    rows = MemberRows(Stage.of(llama.model).part(2, len(llama.model.layers)))
+    for number in (1, 2):
+        rows.caches(number)
+    rows.change(Merge([1, 2], 3))
+    rows.change(Copy(3, 5))
+    rows.change(Filter(5, [1]))
+    with pytest.raises(ProtocolError, match=r"of a batch of 2|No batch"):
+        rows.change(change)
+    with pytest.raises(ProtocolError, match="of a batch of 1"):
+        rows.change(Extract(5, 1, 7))
+
+
+@pytest.mark.parametrize("token", [VOCAB, (1 << 53) - 1])
+def test_tokens_that_no_table_has_are_refused(token: int, on_cpu: None) -> None:
+    whole = Stage.of(tiny_architectures.tiny("gemma3n"))
+    inner = whole.part(1, 3)
+    for stage in (whole, inner):
+        stage.check_tokens([0, VOCAB - 1], 2)
+        with pytest.raises(ProtocolError, match=f"vocabulary of {VOCAB}"):
+            stage.check_tokens([1, token], 2)
+    # Layers that take none of them have no table.
+    Stage.of(tiny_architectures.tiny("llama")).part(1, 3).check_tokens([token], 1)
+
+
+def test_positions_that_no_table_has_are_refused(on_cpu: None) -> None:
+    model = tiny_architectures.tiny("gpt2")
+    stage = Stage.of(model)
+    most = int(stage.weights.positions.weight.shape[0])
+    stage.check_tokens([1, 2], most)
+    with pytest.raises(ProtocolError, match=f"behind the {most} positions"):
+        stage.check_tokens([1, 2], most + 1)
+    stage.part(1, stage.total).check_tokens([1, 2], most + 1)
+
+
+def test_members_check_tokens_that_their_layers_take(on_cpu: None) -> None:
+    group = group_of(tiny_architectures.tiny("gemma3n"), 1)
+    other = group.pipes[0].other
+    assert other is not None
+
+    def tamper(head: FrameHeader, data: bytes) -> list[tuple[FrameHeader, bytes]]:
+        first, second = head.sizes
+        command = messages.decode(data[:first], RunStage)
+        sent = messages.encode(replace(command, ids=[VOCAB] * len(command.ids)))
+        return [(replace(head, sizes=(len(sent), second)), sent + data[first:])]
+
+    group.pipes[0].tamper = tamper
+    with pytest.raises(MemberLost, match="vocabulary"):
+        group.model(mx.array([[1, 2]]), group.model.make_cache())
+
+
+def test_no_more_room_is_made_at_once_than_was_promised(llama: TinyFamily, on_cpu: None) -> None:
+    group = group_of(llama.model, 2)
+    (member,) = group.members
+    member._most_tokens = 300
+    cache = group.model.make_cache()
+    flight = group.model.begin(mx.array([[1, 2, 3]]), cache, room=1 << 30)
+    flight.logits()
+    (held,) = (caches for caches in member.rows._held.values())
+    assert [each.keys.shape[2] for each in held] == [512] * len(held)
+
+
+def test_a_batch_counts_the_tokens_that_it_takes_back() -> None:
+    there = CachesThere(KeptThere())
+    batch = RemoteRows.merge([RemoteRows(there, 5), RemoteRows(there, 9)])
+    batch.grow(1)
+    assert batch.trim(2) == 2
+    assert (batch.tokens, batch.each) == (8, [4, 8])
+    batch.filter([0])
+    assert (batch.tokens, batch.extract(0).tokens) == (4, 4)
 
 
 def test_hidden_states_of_another_shape_are_refused(pair: Group) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
@@ -229,6 +230,8 @@ def test_a_stream_that_ends_within_a_frame(sent: int) -> None:
 
 
 def test_closing_leaves_no_thread_and_no_descriptor() -> None:
+    # What is left of other tests would be closed in between.
+    gc.collect()
     before, threads = psutil.Process().num_fds(), pipe_threads()
     for _ in range(3):
         here, there = (PipeEnd(s, r) for s, r in zip(tcp_pair(), ("connector", "acceptor"), strict=True))
@@ -236,16 +239,16 @@ def test_closing_leaves_no_thread_and_no_descriptor() -> None:
         for end in (here, there):
             end.pipe.close()
             end.pipe.close()
-    assert psutil.Process().num_fds() == before
-    assert pipe_threads() == threads
+    assert psutil.Process().num_fds() <= before
+    assert pipe_threads() <= threads
 
 
 def test_silence_between_frames_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other side may compute for longer than a connection may be quiet within a frame."""
-    monkeypatch.setattr(limits, "SEALED_STALL_S", 0.05)
+    monkeypatch.setattr(limits, "SEALED_STALL_S", 0.5)
     near, far = tcp_pair()
     here, there = PipeEnd(near, "connector"), PipeEnd(far, "acceptor")
-    assert not there.woken.wait(0.3)
+    assert not there.woken.wait(1.0)
     here.pipe.send(rows(5), memoryview(bytes(5)))
     assert there.frame().head.sizes == (5, 0)
     here.pipe.close()

@@ -11,7 +11,7 @@ from asking import ask, folder_of, run
 
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import Loading
-from fleetd.errors import Overloaded
+from fleetd.errors import EngineDied, Overloaded
 from fleetd.models.folder import ModelFolder
 
 pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(120)]
@@ -180,3 +180,34 @@ async def test_the_first_model_stays_while_others_use_it(
     await ending
     await pool.load(second)
     assert loaded(pool) == ["second"]
+
+
+async def test_a_request_that_waits_for_its_ended_model_does_not_hold_the_turn(
+    make_pool: MakePool, first: ModelFolder, second: ModelFolder
+) -> None:
+    """It has a claim on the first model and waits for the end of the turn, which waits for claims."""
+    pool = make_pool()
+    answer = pool.stream(first, ask("<count>"))
+
+    async def again() -> str:
+        with pytest.raises(EngineDied):
+            async for _ in answer:
+                pass
+        return (await run(pool, first, ask("<hello>", "again"))).text
+
+    async def scores() -> None:
+        async with pool.in_turn(first, second):
+            while isinstance(await anext(answer), Loading):
+                pass
+
+    scoring = asyncio.create_task(scores())
+    while (turns := pool._turns) is None or turns.allowed:  # noqa: ASYNC110  (the pool announces nothing)
+        await asyncio.sleep(0)
+    asked = asyncio.create_task(again())
+    engine = pool.engine(first)
+    assert engine is not None
+    engine.kill()
+    await scoring
+    assert await asked == HELLO
+    await pool.load(second)
+    assert "second" in loaded(pool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -90,8 +91,10 @@ async def test_a_rank_that_does_not_heed_sigterm_is_killed(
 
 def test_a_watch_that_is_over_leaves_no_descriptor() -> None:
     process = psutil.Process()
+    # What is left of other tests would be closed in between.
+    gc.collect()
     before = process.num_fds()
     watch = RankWatch("tiny")
     watch.started()
     watch.close()
-    assert process.num_fds() == before
+    assert process.num_fds() <= before

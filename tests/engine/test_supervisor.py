@@ -90,7 +90,7 @@ async def watched(make_pool: Callable[..., EnginePool], behave: Misbehave) -> As
 
 
 async def drain(pool: EnginePool, request_id: str = "r") -> list[Loading | Event]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         return [e async for e in pool.stream(FOLDER, ask("<hello>", request_id))]
 
 
@@ -192,7 +192,7 @@ async def test_a_worker_that_waits_for_other_machines_is_alive(
     watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     behave("waits for others, then answers")
-    monkeypatch.setattr(limits, "ENGINE_STALL_S", 2.0)
+    monkeypatch.setattr(limits, "ENGINE_STALL_S", 20.0)
     assert isinstance((await drain(watched))[-1], Finished)
 
 
@@ -324,7 +324,7 @@ async def test_a_flood_of_events_ends_one_request_and_costs_bounded_memory(
             await asyncio.sleep(0.005)
 
     with pytest.raises(Overloaded):
-        await asyncio.wait_for(read_slowly(), 10)
+        await asyncio.wait_for(read_slowly(), 60)
 
 
 @pytest.mark.one_loop
@@ -401,7 +401,7 @@ async def test_a_long_line_on_stderr_does_no_harm(watched: EnginePool, behave: M
 async def test_a_worker_deaf_to_shutdown_is_killed(watched: EnginePool, behave: Misbehave) -> None:
     behave("deaf to shutdown")
     await drain(watched)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert await watched.unload("fake")
 
 
@@ -410,7 +410,7 @@ async def test_unloading_during_a_load_ends_the_waiting_request(
 ) -> None:
     behave("hangs while loading")
     request = asyncio.create_task(drain(watched))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not (watched.status() and watched.status()[0].stage == "reading"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert await watched.unload("fake")
@@ -571,7 +571,7 @@ async def test_what_a_worker_measured_again_takes_the_place_of_what_it_measured_
 ) -> None:
     behave("measures again")
     await drain(watched)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not (status := watched.status()[0]).speed.prefill_tok_s:  # noqa: ASYNC110  (told a moment later)
             await asyncio.sleep(0.01)
     assert status.speed == MeasuredSpeed(500.0, 40.0, 1e-6, 0.01)
@@ -642,7 +642,7 @@ async def test_the_pool_asks_by_itself(make_pool: Callable[..., EnginePool], beh
     worker = pool._models["fake"].first._process
     assert worker is not None
     watch = asyncio.create_task(pool.run())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await worker.wait()
     watch.cancel()
     assert pool.engine(FOLDER) is None
@@ -722,7 +722,7 @@ async def test_who_waits_for_a_load_hears_that_it_was_never_started(
     after = asyncio.create_task(anext(waiting))
     await asyncio.sleep(0)
     first.cancel()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert (await after).stage != "waiting for fake to load"
         async for _ in waiting:
             pass
@@ -775,7 +775,7 @@ def in_two(monkeypatch: pytest.MonkeyPatch) -> list[EngineProcess]:
 
 
 async def both_ended(workers: Sequence[EngineProcess]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         for worker in workers:
             if worker._process is not None:
                 await worker._process.wait()
@@ -804,7 +804,7 @@ async def test_if_one_of_two_workers_dies_both_are_ended_and_the_next_request_st
 ) -> None:
     behave("accepts one")
     asking = asyncio.create_task(drain(watched))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not (model := watched._models.get("fake")) or not model.busy:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     model.workers[dies].kill()

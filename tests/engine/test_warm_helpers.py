@@ -137,6 +137,24 @@ def test_rows_are_there_for_the_machine_whose_prompt_it_was_only() -> None:
     assert store.find("home", one.rows) is None
 
 
+def test_machines_with_the_same_prompt_take_nothing_from_each_other() -> None:
+    store, one = WarmStore(), caches()
+    other = replace_home(one, "another")
+    store.keep(one, 1 << 30)
+    store.keep(other, 1 << 30)
+    assert store.find("home", one.rows) is one
+    assert store.find("another", one.rows) is other
+    # The same machine's rows of the same prompt are there once.
+    again = replace_home(one, "home")
+    store.keep(again, 1 << 30)
+    assert len(store) == 2
+    assert store.find("home", one.rows) is again
+
+
+def replace_home(kept: WarmCaches, home: str) -> WarmCaches:
+    return WarmCaches(home, kept.kv_bits, kept.rows, kept.caches)
+
+
 def test_without_a_label_or_room_nothing_is_kept() -> None:
     store, one = WarmStore(), caches()
     assert not store.keep(caches(home=""), 1 << 30)

@@ -105,7 +105,7 @@ async def test_endless_template_ends_the_worker_not_the_daemon(
     watch = asyncio.create_task(pool.run())
     try:
         with pytest.raises(EngineStalled, match="template"):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await run(pool, folder, ask("<hello>"))
     finally:
         watch.cancel()

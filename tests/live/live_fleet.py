@@ -26,8 +26,8 @@ from fleetd.p2p.membership.roster_file import AddressFile, RosterFile
 
 #: How a machine learns where the others are. "unknown": not at all, until somebody tells it.
 Meet = Literal["remembered", "static", "mdns", "unknown"]
-USABLE_S = 20.0
-VERB_S = 30.0
+USABLE_S = 60.0
+VERB_S = 60.0
 SILENT_S = 60.0
 LOOPBACK = "127.0.0.1"
 SMOL, WEIGHTS = "smollm2-135m", "model.safetensors"

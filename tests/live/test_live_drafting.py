@@ -20,7 +20,7 @@ TARGET, SMALL = "target", "small"
 # More than the model counts before it begins anew.
 TOKENS = 160
 COUNTED = " ".join(str(1 + number % chain_model.ENDLESS) for number in range(TOKENS))
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import shutil
 import signal
@@ -78,9 +79,10 @@ async def test_no_descriptor_stays_open(there: ModelStore, here: ModelStore) -> 
         with contextlib.suppress(PeerLost):
             await copied(there, here, FaultyWire(cut_at=cut_at))
             here.remove("own")
+        gc.collect()
         counts.append(psutil.Process().num_fds())
-    # After the first, because the loop keeps what it needs to start processes.
-    assert len(set(counts)) == 1
+    # After the first, because the loop keeps what it needs to start processes. Those of other tests may go.
+    assert max(counts) == counts[0], counts
 
 
 async def test_a_model_of_the_hub_cache_is_copied_from_its_blobs(

@@ -25,7 +25,7 @@ from typing import IO, Any
 _SWITCH = Path(__file__).with_name("tap_switch.py")
 _NETWORK = "10.213.9"
 _TOOLS = ("ip", "unshare", "nsenter")
-_START_S = 10.0
+_START_S = 60.0
 
 
 def why_not() -> str:

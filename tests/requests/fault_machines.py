@@ -75,7 +75,7 @@ from fleetd.requests.traces import Traces
 # Where no time is to be lost: until who stands still is given up, and until an agreement is.
 LATE_S, DECIDE_S = 3.0, 3.0
 # So long that whoever waits for it, instead of hearing that somebody is gone, is found out.
-SETUP_S = 30.0
+SETUP_S = 90.0
 # A plan's figure that lets nobody be late.
 PATIENT_S = 60.0
 _WORKERS = {

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 from asking import GREEDY
 from request_events import RequestEvents
-from sharing import resources
+from sharing import holds_no_more, resources
 from wire import Effect
 
 from fleetd.control.model_facts import MeasuredSpeed
@@ -27,7 +27,7 @@ from fleetd.p2p.node import Node
 from fleetd.requests.remote.message_codec import ALIVE
 from fleetd.storage.store import Store
 
-WITHIN_S = 30.0
+WITHIN_S = 60.0
 DIGEST = "d" * 64
 GARBAGE = b"\xc1 no message"
 
@@ -143,8 +143,8 @@ class FaultMachine:
         )
 
     def spare(self) -> bool:
-        """Whether its worker holds what it held before anything happened."""
-        return self.engine is not None and resources(self.engine) == self._before
+        """True if its worker holds no more than before anything happened."""
+        return self.engine is not None and holds_no_more(self.engine, self._before)
 
     @property
     def _before(self) -> tuple[int, int]:

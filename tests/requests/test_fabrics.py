@@ -11,6 +11,7 @@ import pytest
 
 from fleetd import limits
 from fleetd.engine.settings import Backend
+from fleetd.errors import PeerLost
 from fleetd.p2p.discovery.interfaces import Interface
 from fleetd.p2p.plain_links import PlainLinks
 from fleetd.requests.ranks.fabrics import BITS, Fabrics, Offer, agreed, no_offer
@@ -125,6 +126,17 @@ async def test_two_machines_come_to_the_same_and_each_knows_its_own_end(
         assert [end.place.backend for end in ends] == [expected] * 2
         assert [end.place.interface for end in ends] == [first.interface, second.interface]
         assert [end.carried for end in ends] == [carried] * 2
+
+
+def test_a_stream_that_broke_before_its_link_was_looked_at_is_closed() -> None:
+    def gone(sock: socket.socket) -> Offer:
+        raise OSError(107, "Transport endpoint is not connected")
+
+    with closing(RingLinks(0, 2, gone)) as links:
+        near, far = streams()
+        with far, pytest.raises(PeerLost, match="not connected"):
+            links.goes_to(near, KEYS[0])
+        assert near.fileno() == -1
 
 
 def test_without_fabrics_streams_are_sealed() -> None:

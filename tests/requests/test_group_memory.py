@@ -18,7 +18,7 @@ from sharing_fakes import DIGEST, HelperMachine, HomePartners, machines, own_car
 from fleetd import limits
 from fleetd.engine.protocol import HOP_IN, HOP_OUT, STAGE, Accepted, Event, ServeStage, StreamTag
 from fleetd.engine.settings import GroupMember, WorkerSettings
-from fleetd.errors import NotFound, OutOfMemory, PeerUnreachable
+from fleetd.errors import InvalidValue, NotFound, OutOfMemory, PeerUnreachable
 from fleetd.models.folder import ModelFolder, read_folder
 from fleetd.models.memory_need import WeightRules, layer_bytes
 from fleetd.p2p.link_prober import Invitation
@@ -28,10 +28,11 @@ from fleetd.requests.admission import ServingContext
 from fleetd.requests.groups import messages
 from fleetd.requests.groups.client import FleetGroup, _AskedMember
 from fleetd.requests.groups.known_hops import KnownHops
-from fleetd.requests.groups.messages import LinkQuestion, StageTold
+from fleetd.requests.groups.messages import LinkQuestion, StageQuestion, StageTold
 from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.groups.server import StageServer
 from fleetd.requests.remote.bulk_dialer import BulkDialer
+from fleetd.requests.remote.peer_stream import next_message
 
 LAYERS = 3
 GPU = WeightRules("metal", budget_bytes=1 << 40)
@@ -233,6 +234,21 @@ async def test_a_stream_is_opened_once_and_for_those_who_asked(tmp_path: Path, f
             stream = made._partners.request(members[1].node.identity.node_id, messages.LINK, body)
             with pytest.raises(NotFound, match="No such layers wait"):
                 await stream.receive()
+
+
+async def test_a_machine_that_asks_twice_under_one_name_gets_the_layers_once(
+    tmp_path: Path, folder: ModelFolder
+) -> None:
+    async with formed(tmp_path, folder) as (made, members):
+        member = members[0]
+        ask = messages.encode(StageQuestion("m", DIGEST, made.id, 1, 2, 1))
+        stream = made._partners.request(member.node.identity.node_id, messages.SERVE, ask)
+        assert messages.decode(await next_message(stream) or b"", StageTold).stage == "promised"
+        with pytest.raises(InvalidValue, match="for this group already"):
+            await next_message(stream)
+        # The first ones are still those of the group, and are let go of with it.
+        assert list(member.server._held) == [(made._partners.node_id, made.id)]
+    assert not member.server._held
 
 
 @contextlib.asynccontextmanager

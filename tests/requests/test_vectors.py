@@ -268,6 +268,23 @@ async def test_exact_vectors_of_one_other_machine_need_no_machine_like_this_one(
     assert (job.plan, job.exactness) == ("remote; nodes=a", "exact")
 
 
+@pytest.mark.parametrize("exact", [False, True])
+async def test_vectors_that_this_machine_would_compute_otherwise_are_not_called_exact(exact: bool) -> None:
+    fleet = Fleet(
+        here=VectorPool(trouble=Overloaded("full")),
+        others={"a": VectorPool()},
+        cards={"a": card("a", chip="M1")},
+    )
+    job = embed_job(TEXTS, exact=exact)
+    if exact:
+        with pytest.raises(Overloaded):
+            await fleet.run(job)
+        assert not fleet.others["a"].texts
+        return
+    assert in_order(await fleet.run(job)) == WANTED
+    assert (job.plan, job.exactness) == ("remote; nodes=a", "equivalent")
+
+
 def test_the_load_of_one_machine_is_no_other_machine_s() -> None:
     """A machine that had its model would count as having computed its part in no time."""
     service, job = Fleet().service, embed_job(TEXTS)

@@ -290,6 +290,13 @@ def resources(engine: EngineProcess) -> tuple[int, int]:
     return process.num_fds(), process.num_threads()
 
 
+def holds_no_more(engine: EngineProcess, before: tuple[int, int]) -> bool:
+    """True if a worker has no more descriptors than before, and no threads that could be those of streams: a
+    pool starts one for each processor when it first has so much to do."""
+    descriptors, threads = resources(engine)
+    return descriptors <= before[0] and threads <= before[1] + (os.cpu_count() or 1)
+
+
 async def settle(check: Callable[[], bool]) -> None:
     """Until it is so; processes tell what they have done when they beat."""
     async with asyncio.timeout(60):

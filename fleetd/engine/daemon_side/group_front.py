@@ -168,6 +168,8 @@ class GroupFront(EngineProcess):
             except asyncio.CancelledError:
                 self.kill()
                 raise
+        # A life that was cancelled before it began has closed nothing.
+        self._group.close()
         await super().stop()
 
 

@@ -44,6 +44,8 @@ class LoadedModel:
 
         Raises as ``EngineProcess.start``.
         """
+        if self._ending is not None:
+            raise self.first.error or EngineDied(f"{self.name} was unloaded before it began to load.")
         try:
             for worker in self.workers:
                 await worker.start()

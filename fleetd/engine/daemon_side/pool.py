@@ -53,10 +53,10 @@ from fleetd.errors import (
     Overloaded,
 )
 from fleetd.limits import MIB
-from fleetd.models import cpu_arithmetic
+from fleetd.models import cpu_arithmetic, file_threads
 from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
-from fleetd.models.memory_need import WeightRules, weight_need
+from fleetd.models.memory_need import WeightRules, layer_bytes, weight_need
 from fleetd.plan import chip_speeds, load_times
 
 log = structlog.get_logger(__name__)
@@ -319,7 +319,7 @@ class EnginePool:
                 return
 
     def _may_cut(self, model: LoadedModel) -> bool:
-        quiet = model.first.idle_s >= limits.GROUP_RECUT_IDLE_S
+        quiet = model.first.idle_s >= limits.GROUP_RECUT_IDLE_S and self._turns is None
         return quiet and model.state == "ready" and not model.busy and not self._in_use(model.name)
 
     async def _cut(self, model: LoadedModel, front: GroupFront) -> None:
@@ -336,9 +336,18 @@ class EnginePool:
             group, why = found
             cut = LoadedModel([front.over(group, self._held_besides(front), why)], self._exited)
             self._models[name] = cut
-            # The memory of its machines holds one of both.
-            await self._end(model)
-            await cut.start()
+            try:
+                # The memory of its machines holds one of both.
+                await self._end(model)
+                await cut.start()
+            except BaseException as error:
+                # Unloaded meanwhile, or cancelled: no request may wait for what was never started.
+                if self._models.get(name) is cut:
+                    del self._models[name]
+                if not isinstance(error, FleetError):
+                    raise
+                log.info("group.not_cut_anew", model=name, code=error.code, reason=error.message)
+                return
         try:
             async for _ in cut.loaded():
                 pass
@@ -611,7 +620,8 @@ class EnginePool:
         if whole is not None and whole.state == "loading" and not whole.first.settings.group:
             first = last = 0
         wanted = _WantedLayers(folder, first, last)
-        with self._asked_by(wanted.name, asked_by):
+        # Whoever asked for the same layers and leaves does not end the load for this one.
+        with self._claim(wanted.name), self._asked_by(wanted.name, asked_by):
             await self._load_beside(wanted, progress)
         return wanted.name
 
@@ -777,7 +787,8 @@ class EnginePool:
     ) -> None:
         try:
             turns.allow("")
-            while self._in_use(first.name):
+            # A request for a first model that has ended waits for this turn to be over, not the other way.
+            while self._in_use(first.name) and self.loading_engine(first) is not None:
                 self._let_go.clear()
                 await self._let_go.wait()
             await self.unload(first.name)
@@ -846,6 +857,9 @@ class EnginePool:
         ready = self._models.get(name)
         if ready is not None and ready.state == "ready" and _is_as_wanted(ready, wanted):
             return ready
+        if ready is None or ready.state != "loading":
+            # What is read of files below is known after that: a disk that hangs holds up this load alone.
+            await file_threads.look(self._read_sizes, wanted)
         async with self._starting:
             model = self._models.get(name)
             if model is not None and model.state in ("loading", "ready"):
@@ -871,6 +885,16 @@ class EnginePool:
                     del self._models[name]
                 raise
             return model
+
+    def _read_sizes(self, wanted: _WantedLayers) -> None:
+        """Read the headers of a model's files, which ``_new_workers`` looks at: they are kept."""
+        folder, rules = wanted.folder, self.weight_rules()
+        need = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
+        if wanted.over or need.n_bytes > rules.budget_bytes:
+            # A model that cannot be cut says so where it is to be.
+            with suppress(FleetError, OSError):
+                for arithmetic in {need.arithmetic, ""}:
+                    layer_bytes(folder.path, folder.config, arithmetic)
 
     def _check_unused(self, model: LoadedModel) -> None:
         """Raises Overloaded unless the request that is placed now is the model's only one: then it is loaded

@@ -67,7 +67,7 @@ class MemberGuests(Guests[ServeStage, MemberStage]):
         disk = self.disk(command, stage, dtype, most_bytes)
         if disk is not None:
             disk.tier.wake = self.wake
-        return MemberStage(stage, dtype, most_bytes, streams.connect(task.id), disk)
+        return MemberStage(stage, dtype, most_bytes, streams.connect(task.id), disk, command.tokens)
 
     def turn(self, chunk_tokens: int) -> None:
         self._open_hops()

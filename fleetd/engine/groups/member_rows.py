@@ -40,6 +40,8 @@ class MemberRows:
         self.disk = MemberDisk(disk, self._keep, most_bytes)
         # Of layers that keep something.
         self._held: dict[int, list[Any]] = {}
+        # Of those that are batches, how many rows they have.
+        self._batches: dict[int, int] = {}
         # Marks and saved states, layer by layer.
         self._notes: dict[int, list[Any]] = {}
 
@@ -62,18 +64,25 @@ class MemberRows:
         match change:
             case Copy(old, new, tokens):
                 self._keep(new, self._copy(self._known(old), tokens))
+                if old in self._batches:
+                    self._batches[new] = self._batches[old]
             case Trim(held, tokens):
                 caches = self._known(held)
                 rollback.take_back(caches, max(0, (rollback.held(caches) or 0) - tokens))
             case Merge(sequences, new):
                 self._keep(new, batches.merged(_alike([self.caches(each) for each in sequences])))
+                self._batches[new] = len(sequences)
             case Extend(batch, other):
+                self._batches[batch] = self._rows_in(batch) + self._rows_in(other)
                 for mine, theirs in zip(self._known(batch), self._known(other), strict=True):
                     mine.extend(theirs)
             case Filter(batch, rows):
+                self._check_row(batch, max(rows))
+                self._batches[batch] = len(rows)
                 for cache in self._known(batch):
                     cache.filter(rows)
             case Extract(batch, row, new):
+                self._check_row(batch, row)
                 self._keep(new, batches.extracted(self._known(batch), row))
             case Mark(held, mark):
                 self._note(mark, rollback.mark(self.caches(held)))
@@ -87,6 +96,7 @@ class MemberRows:
             case Forget(held):
                 # One that no tokens came for was never here.
                 self._held.pop(held, None)
+                self._batches.pop(held, None)
                 self._notes.pop(held, None)
             case LeaveOut(held):
                 install(self._stage.weights)
@@ -109,6 +119,17 @@ class MemberRows:
         if found is None:
             raise ProtocolError(f"The first {tokens} tokens of {stored} cannot be had here.")
         return found
+
+    def _rows_in(self, number: int) -> int:
+        """How many rows the batch under a number has. Raises ProtocolError if it is none."""
+        if number not in self._batches:
+            raise ProtocolError(f"No batch is kept here under {number}.")
+        return self._batches[number]
+
+    def _check_row(self, number: int, row: int) -> None:
+        """Raises ProtocolError if the batch has no such row. What reads rows does not check their numbers."""
+        if row >= (rows := self._rows_in(number)):
+            raise ProtocolError(f"Row {row} was asked for of a batch of {rows}.")
 
     def _noted(self, number: int) -> list[Any]:
         if number not in self._notes:

@@ -35,8 +35,8 @@ from fleetd.errors import FleetError, OutOfMemory, ProtocolError
 
 
 class MemberStage:
-    """``stage``: the member's layers. ``dtype``: of hidden states. ``most_bytes``: for all that is kept.
-    ``disk``: where prompts are kept; None if they are not."""
+    """``stage``: the member's layers. ``dtype``: of hidden states. ``most_bytes``: for all that is kept, as
+    was promised for ``most_tokens``. ``disk``: where prompts are kept; None if they are not."""
 
     def __init__(
         self,
@@ -45,8 +45,10 @@ class MemberStage:
         most_bytes: int,
         connect: Connect,
         disk: PartDisk | None = None,
+        most_tokens: int = 1 << 31,
     ) -> None:
         self._stage, self._dtype, self._most_bytes = stage, dtype, most_bytes
+        self._most_tokens = most_tokens
         self.disk = disk
         self.rows = MemberRows(stage, disk, most_bytes)
         # What came and was not run yet.
@@ -172,12 +174,14 @@ class MemberStage:
         ids = mx.array(command.ids).reshape(command.batch, -1) if command.ids else None
         inputs = PassInputs(command.start)
         if ids is not None:
+            self._stage.check_tokens(command.ids, command.start + command.tokens)
             inputs = self._stage.inputs(ids, command.start)
         if command.positions:
             self._place_tokens(command, caches)
         own = [layer - self._stage.first for layer in command.taps]
         with (
-            growth.at_once(caches, command.room or command.tokens),
+            # Room for more than was promised is made step by step, and refused once it is too much.
+            growth.at_once(caches, min(command.room, self._most_tokens) or command.tokens),
             noted_states(self._stage.weights, own) as noted,
         ):
             out = self._stage.run(hidden, self._stage.spread(caches), inputs)

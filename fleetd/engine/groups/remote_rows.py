@@ -198,6 +198,11 @@ class RemoteBatch(RemoteRows):
         super().grow(tokens)
         self.each = [each + tokens for each in self.each]
 
+    def trim(self, tokens: int) -> int:
+        undone = super().trim(tokens)
+        self.each = [each - undone for each in self.each]
+        return undone
+
     def extend(self, other: RemoteBatch) -> None:
         self.there.tell(Extend(self.number, other.number))
         self.each += other.each

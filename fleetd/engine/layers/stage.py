@@ -20,7 +20,7 @@ import msgspec
 from mlx_lm.models.cache import make_prompt_cache
 from msgspec.structs import replace
 
-from fleetd.engine.cpu.packed_layers import weights_bytes
+from fleetd.engine.cpu.packed_layers import table_rows, weights_bytes
 from fleetd.engine.layers.architectures import ANY_TEXT, Architecture, architecture_of
 from fleetd.engine.layers.between_layers import BETWEEN, OneState, width_of
 from fleetd.engine.layers.layer_calls import (
@@ -34,7 +34,7 @@ from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.packed_caches import with_packings
 from fleetd.engine.sequence_state.parts import all_parts, parts
 from fleetd.engine.sequence_state.row_packing import RowPacking
-from fleetd.errors import InvalidValue, ModelUnsupported
+from fleetd.errors import InvalidValue, ModelUnsupported, ProtocolError
 
 # How mlx-lm's models call the list of the layers whose keys and values each layer reads.
 _SOURCES = ("previous_kvs", "layer_idx_to_cache_idx")
@@ -228,6 +228,19 @@ class Stage(msgspec.Struct, frozen=True):
     def as_computed(self) -> Stage:
         """The same layers, whose caches hold all rows as they are computed."""
         return self.with_packings([[None] * len(parts(cache)) for cache in self.empty if cache is not None])
+
+    def check_tokens(self, tokens: Sequence[int], end: int) -> None:
+        """Raises ProtocolError for tokens of another machine, all before position ``end``, of which a table
+        of this stage has no row. A table does not check its indices."""
+        if self.first != 0 and not self.takes_tokens:
+            return
+        vocabulary = table_rows(self.weights.embed_tokens)
+        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise ProtocolError(f"Tokens came that a vocabulary of {vocabulary} does not have.")
+        if self.first == 0 and self.architecture.positions:
+            positions = table_rows(self.weights.positions)
+            if end > positions:
+                raise ProtocolError(f"Tokens came behind the {positions} positions of this model.")
 
     def inputs(self, tokens: mx.array, start: int) -> PassInputs:
         """What of ``tokens`` (B, T), the first at position ``start``, enters layers besides hidden states."""

@@ -62,6 +62,7 @@ class Mirror:
             raise ProtocolError(
                 f"{len(command.ids)} tokens came for a pass of {command.batch} by {command.tokens}."
             )
+        self._stage.check_tokens(command.ids, command.start + command.tokens)
         if (kept := self.rows.nbytes) > self._most_bytes:
             raise OutOfMemory(f"A group keeps {kept} bytes here; {self._most_bytes} were promised.")
         tokens = mx.array(command.ids).reshape(command.batch, command.tokens)

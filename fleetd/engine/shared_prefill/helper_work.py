@@ -16,7 +16,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from fleetd.engine.cpu.packed_layers import table_rows
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state import row_memory
 from fleetd.engine.sequence_state.kinds import kind_of
@@ -107,11 +106,7 @@ class _HelperWork:
             known = self._warm.rows
             if prefix_hashes(bytes(frame.buffers[0]), [known.tokens])[known.tokens] != known.prefix:
                 raise ProtocolError("On home came other tokens than those whose rows are here.")
-        if self.stage.first == 0:
-            # An embedding does not check its indices.
-            vocabulary = table_rows(self.stage.weights.embed_tokens)
-            if ids.min() < 0 or ids.max() >= vocabulary:
-                raise ProtocolError(f"On home came tokens that a vocabulary of {vocabulary} does not have.")
+        self.stage.check_tokens(ids.tolist(), len(ids))
         self.prompt = prompt = mx.array(ids)[None]
         return prompt
 

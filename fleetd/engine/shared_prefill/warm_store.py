@@ -28,6 +28,11 @@ class WarmCaches:
     caches: Mapping[Place, Any]
 
     @property
+    def key(self) -> tuple[str, KvBits, WarmRows]:
+        """What it is found by: rows of the same prompt are another machine's if that one asked for them."""
+        return self.home, self.kv_bits, self.rows
+
+    @property
     def nbytes(self) -> int:
         return sum(array.nbytes for cache in self.caches.values() for array in kind_of(cache).arrays(cache))
 
@@ -41,7 +46,7 @@ class WarmStore:
     def find(self, home: str, rows: WarmRows | None, kv_bits: KvBits = 0) -> WarmCaches | None:
         """What is kept under exactly these figures for this machine."""
         asked = (home, kv_bits, rows)
-        found = next((one for one in self._kept if home and (one.home, one.kv_bits, one.rows) == asked), None)
+        found = next((one for one in self._kept if home and one.key == asked), None)
         if found is not None:
             self._kept.remove(found)
             self._kept.append(found)
@@ -51,7 +56,7 @@ class WarmStore:
         """Keep it, if it fits ``most_bytes`` at all; ``instead_of`` goes. False if it does not."""
         if not new.home or not new.caches or new.nbytes > most_bytes:
             return False
-        self._kept = [one for one in self._kept if one is not instead_of and one.rows != new.rows]
+        self._kept = [one for one in self._kept if one is not instead_of and one.key != new.key]
         self._kept.append(new)
         del self._kept[: -limits.SHARE_WARM_PROMPTS]
         self.trim(most_bytes)

@@ -31,7 +31,7 @@ from fleetd.engine.protocol import (
     ServeStage,
     StreamTag,
 )
-from fleetd.errors import EngineDied, ModelNotFound, NotFound
+from fleetd.errors import EngineDied, InvalidValue, ModelNotFound, NotFound
 from fleetd.models import file_threads, hub_parts, parts
 from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
@@ -180,6 +180,8 @@ class StageServer:
     ) -> AsyncGenerator[StageTold, None]:
         """The same, once there is memory for it."""
         origin = await self._label(peer)
+        if (peer, ask.id) in self._held:
+            raise InvalidValue("Layers are held for this group already.")
         held = self._held[peer, ask.id] = _HeldStage()
         layers = ask.first, ask.last
         try:

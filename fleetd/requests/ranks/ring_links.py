@@ -35,8 +35,13 @@ class RingLinks:
         self._open(sock, key, "connector", self._mouth)
 
     def _open(self, sock: socket.socket, key: bytes, role: Role, local: LocalPort | Mouth) -> None:
-        sock.setblocking(True)
-        offer = self._offered(sock)
+        """Closes the stream if it broke already. Raises PeerLost."""
+        try:
+            sock.setblocking(True)
+            offer = self._offered(sock)
+        except OSError as error:
+            sock.close()
+            raise PeerLost(f"The stream of the ring broke ({error.strerror or error}).") from error
         # Of two ranks both take the two ends of one connection: that from rank 0 to rank 1. With two cables,
         # ends of different ones would wait for each other for ever.
         if (role == "connector") == (self.place.rank == 0):

@@ -63,6 +63,8 @@ class VectorJob:
     # The model's canonical name, and the width of its vectors; "" and 0 until they are known.
     name: str = ""
     width: int = 0
+    # What kind of machine this one is for the model, as ``VectorMachine.kind``; "" if it has not the model.
+    own_kind: str = ""
     # By node id: those that have computed something in the order in which they did, and those that began.
     ran: dict[str, MachineRun] = field(default_factory=dict)
     # Seconds until the first machine had the model loaded, if that was not before.
@@ -105,8 +107,12 @@ class VectorJob:
 
     @property
     def exactness(self) -> Exactness:
-        """``exact`` if one machine could have computed all of it with the same bytes."""
-        return "exact" if len({run.machine.kind for run in self.finished}) <= 1 else "equivalent"
+        """``exact`` if one machine could have computed all of it with the same bytes: this one, if it has
+        the model."""
+        kinds = {run.machine.kind for run in self.finished}
+        if self.own_kind:
+            kinds.add(self.own_kind)
+        return "exact" if len(kinds) <= 1 else "equivalent"
 
     @property
     def done(self) -> int:

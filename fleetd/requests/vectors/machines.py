@@ -108,6 +108,10 @@ class VectorMachines:
                 found.append(self._there(member, card, model))
         return found
 
+    def own_kind(self, model: EncoderModel) -> str:
+        """What kind of machine this one is, as ``VectorMachine.kind``; "" if it has not the model."""
+        return self._here(model, model.folder).kind if model.folder is not None else ""
+
     def _here(self, model: EncoderModel, folder: ModelFolder) -> VectorMachine:
         member = self._members.here()
         card = member.model(folder.name) or ModelCard(folder.name, shape=folder.shape)

@@ -189,6 +189,7 @@ class VectorService:
                                 yield step
                             else:
                                 model = EncoderModel(step.name, folder=step)
+                job.own_kind = self._machines.own_kind(model)
                 spread = _Spread(job, record, model, Unclaimed(job.estimated_tokens()))
                 async with aclosing(self._spread(spread)) as parts:
                     async for part in parts:
@@ -257,10 +258,11 @@ class VectorService:
         able = self._machines.able(spread.job, spread.model, spread.lost)
         if not spread.job.exact:
             return able
-        # Those that began decide which kind; before that, the first one does.
+        # This machine decides which kind; if it has not the model, those that began, or the first one.
         begun = [run.machine for run in spread.job.finished]
         begun += [part.machine for part in spread.running.values()]
-        return [machine for machine in able if machine.kind == [*begun, *able][0].kind]
+        kinds = [spread.job.own_kind] if spread.job.own_kind else [each.kind for each in (*begun, *able)]
+        return [machine for machine in able if machine.kind == kinds[0]]
 
     def _hand_out(self, spread: _Spread) -> None:
         """Give parts to machines that are free."""
