@@ -2,7 +2,7 @@
 says, against float32; or what quantised keys and values change, or such as were sent in 8 bits.
 
 Perplexity on texts that stay as they are, and the share of answers that the model finds in a whole prompt.
-Each way has a process of its own. Decisions 60, 71 and 77 quote what it prints.
+Each way has a process of its own. Decisions 60, 71 and 76 quote what it prints.
 """
 
 from __future__ import annotations
