@@ -105,6 +105,24 @@ def test_two_machines_give_the_bytes_of_one(loaded: LiveFleet, alone: list[bytes
     assert found == alone
 
 
+def test_requests_of_one_text_at_once_have_the_bytes_of_a_batch_and_two_machines(
+    loaded: LiveFleet,
+) -> None:
+    """As Open WebUI and others send them: 72 requests, 24 at a time, of long texts, so that some wait."""
+    texts = [f"{text} " * 7 for text in TEXTS[:72]]
+    alone = embedded(loaded["alpha"], texts, local_only=True)[0]
+
+    def one(text: str) -> tuple[bytes, dict[str, str]]:
+        found, headers = embedded(loaded["alpha"], [text])
+        return found[0], headers
+
+    with ThreadPoolExecutor(24) as threads:
+        answers = list(threads.map(one, texts))
+    assert [vector for vector, _ in answers] == alone
+    assert {headers["x-fleet-exactness"] for _, headers in answers} == {"exact"}
+    assert {headers["x-fleet-plan"] for _, headers in answers} == {"local; nodes=this", "remote; nodes=beta"}
+
+
 def test_a_trace_and_the_metrics_tell_who_computed_what(loaded: LiveFleet) -> None:
     alpha = loaded["alpha"]
     _, headers = embedded(alpha)
@@ -177,24 +195,6 @@ def test_what_is_alike_is_near(loaded: LiveFleet) -> None:
 def test_a_text_in_a_batch_has_the_bytes_that_it_has_alone(loaded: LiveFleet, alone: list[bytes]) -> None:
     for number in (0, 8, 133):
         assert embedded(loaded["alpha"], [TEXTS[number]])[0] == [alone[number]]
-
-
-def test_requests_of_one_text_at_once_have_the_bytes_of_a_batch_and_two_machines(
-    loaded: LiveFleet,
-) -> None:
-    """As Open WebUI and others send them: 72 requests, 24 at a time, of long texts, so that some wait."""
-    texts = [f"{text} " * 7 for text in TEXTS[:72]]
-    alone = embedded(loaded["alpha"], texts, local_only=True)[0]
-
-    def one(text: str) -> tuple[bytes, dict[str, str]]:
-        found, headers = embedded(loaded["alpha"], [text])
-        return found[0], headers
-
-    with ThreadPoolExecutor(24) as threads:
-        answers = list(threads.map(one, texts))
-    assert [vector for vector, _ in answers] == alone
-    assert {headers["x-fleet-exactness"] for _, headers in answers} == {"exact"}
-    assert {headers["x-fleet-plan"] for _, headers in answers} == {"local; nodes=this", "remote; nodes=beta"}
 
 
 @pytest.mark.parametrize(
