@@ -222,7 +222,9 @@ def _begun(ask: RouteQuestion, home: Home) -> Home:
     speed = prefill_speed(c)
 
     def seconds(tokens: int) -> float:
-        return speed.total(1.0, range(min(tokens, ask.prompt_tokens), ask.prompt_tokens), MEASURED_TOKENS)
+        # The last token is computed whatever is kept: it gives the first token of the answer.
+        kept = min(tokens, max(0, ask.prompt_tokens - 1))
+        return speed.total(1.0, range(kept, ask.prompt_tokens), MEASURED_TOKENS)
 
     # To wait for what is being read takes at most as long as to read it.
     without_s = seconds(c.cached_tokens - c.awaited_tokens)
