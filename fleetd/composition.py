@@ -564,6 +564,7 @@ class DaemonParts:
             machine.weight_rules,
             copies=self.copies,
             label=self.origins.label,
+            pulls=lambda peer: self._config.fleet.manage and self._confirmed(peer),
         )
         node.handle(group_messages.SERVE, self.stages)
         node.handle(group_messages.FETCH, self.stages.fetch)

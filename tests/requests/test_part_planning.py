@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from fleetd.requests.groups import messages
 from fleetd.requests.groups.machine_speeds import decode_tok_s
 from fleetd.requests.groups.messages import StageQuestion
 from fleetd.requests.groups.planning import FleetGroups, GroupPlan
+from fleetd.requests.groups.server import StageServer
 from fleetd.requests.members.members import Member, Members
 
 DIGEST = "d" * 64
@@ -226,3 +228,25 @@ def test_what_was_measured_in_another_arithmetic_does_not_count() -> None:
         measured("large", 10**9, 1.0), shape=ModelShape(weights_bytes=10**9, cpu_arithmetic="int8")
     )
     assert speeds(machine("m4", M4, (other,))) == speeds(machine("m4", M4))
+
+
+async def test_attack_a_machine_that_may_not_manage_this_one_makes_it_download(tmp_path: Path) -> None:
+    """Its layers come from the machine that asks, which is told why."""
+
+    class Models:
+        models_dir = tmp_path
+
+        def at_commit(self, at: hub_parts.HubCommit) -> None:
+            return None
+
+        def pull_part(self, order: hub_parts.HubPartOrder) -> None:
+            raise AssertionError("it was fetched")
+
+    unused: Any = None
+    context: Any = SimpleNamespace(models=Models(), draining=lambda: False, card=lambda: unused)
+    server = StageServer(unused, unused, context, pulls=lambda peer: peer == "confirmed")
+    asked = StageQuestion("own", DIGEST, "g1", 0, 2, 16, hub=hub_parts.HubCommit("org/own", "0" * 40))
+    with pytest.raises(DownloadFailed, match="only for machines that may manage it"):
+        await server._folder("other", asked, unused)
+    with pytest.raises(AssertionError, match="it was fetched"):
+        await server._folder("confirmed", asked, unused)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from fault_seams import settled
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -459,10 +460,8 @@ async def test_more_than_are_computed_at_once_wait_for_their_turn(monkeypatch: p
     pool = VectorPool(gate=asyncio.Event())
     fleet = Fleet(here=pool)
     asked = [asyncio.create_task(fleet.run(embed_job([text]))) for text in TEXTS[:40]]
-    async with asyncio.timeout(60):
-        # Folders are looked at in threads, which take their time.
-        while len(pool.asked) < 3 or len(fleet.service.running()) < 40:
-            await asyncio.sleep(0)
+    # Folders are looked at in threads, which take their time.
+    await settled(lambda: len(pool.asked) >= 3 and len(fleet.service.running()) == 40, "all are here")
     assert len(pool.asked) == 3
     assert [each.stage for each in fleet.service.running()].count("") == 37
     assert pool.gate is not None

@@ -31,7 +31,7 @@ from fleetd.engine.protocol import (
     ServeStage,
     StreamTag,
 )
-from fleetd.errors import EngineDied, InvalidValue, ModelNotFound, NotFound
+from fleetd.errors import DownloadFailed, EngineDied, InvalidValue, ModelNotFound, NotFound
 from fleetd.models import file_threads, hub_parts, parts
 from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
@@ -83,6 +83,7 @@ class StageServer:
         rules: Callable[[], WeightRules] = lambda: WeightRules(),
         copies: ModelCopies | None = None,
         label: Labels = no_label,
+        pulls: Callable[[str], bool] = lambda peer: True,
     ) -> None:
         """
         Args:
@@ -92,6 +93,7 @@ class StageServer:
             rules: how this machine holds weights.
             copies: fetches layers of models that are not here; None if nothing is fetched.
             label: of what is kept of a machine's prompts.
+            pulls: True for the node id of a machine for which layers are fetched from the hub.
         """
         self._name_of = name_of
         self._promised = promised or PromisedMemory()
@@ -99,6 +101,7 @@ class StageServer:
         self._dialer = dialer
         self._copies = copies
         self._label = label
+        self._pulls = pulls
         self._pool = pool
         self._context = context
         self._limit = ConcurrencyLimit(context, "group", limits.GROUPS, f"is in {limits.GROUPS} groups")
@@ -216,7 +219,7 @@ class StageServer:
         """The model that this machine has, else the layers of it, which are fetched from ``peer``, or from
         the hub if that has them from there, too."""
         if ask.hub is not None:
-            return await self._of_hub(ask, ask.hub, stream)
+            return await self._of_hub(peer, ask, ask.hub, stream)
         try:
             return await self._context.model_by_digest(ask.model, ask.digest)
         except ModelNotFound:
@@ -229,7 +232,7 @@ class StageServer:
         path = self._copies.part_path(peer, ask.digest)
         return await file_threads.look(parts.folder, path, part_name(ask.model, ask.digest))
 
-    async def _of_hub(self, ask: StageQuestion, at: HubCommit, stream: PeerStream) -> ModelFolder:
+    async def _of_hub(self, peer: str, ask: StageQuestion, at: HubCommit, stream: PeerStream) -> ModelFolder:
         """The whole model if this machine has it, else the layers, which are fetched from the hub."""
         models = self._context.models
         if (whole := await file_threads.look(models.at_commit, at)) is not None:
@@ -238,6 +241,11 @@ class StageServer:
         name = f"{at.name}~{ask.digest[:8]}"
         if await file_threads.look(hub_parts.serves, path, ask.first, ask.last):
             return await file_threads.look(parts.folder, path, name)
+        if not self._pulls(peer):
+            raise DownloadFailed(
+                "It fetches from the hub only for machines that may manage it.",
+                hint="On that machine: fleet.manage is on, and `fleetctl peers prompts` confirms this one.",
+            )
         order = HubPartOrder(at.hub_id, at.commit, ask.digest, ask.first, ask.last)
         async with aclosing(models.pull_part(order)) as steps:
             async for step in steps:
