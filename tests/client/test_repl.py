@@ -236,9 +236,9 @@ def test_a_file_goes_with_the_next_question_alone(daemon: FakeDaemon, start: Sta
     child = start()
     say(child, "/file", "file: .none.")
     say(child, f"/file {tmp_path / 'nope'}", "No such file")
-    say(child, f"/file {file}", r"notes.md, 10 characters; the next")
+    say(child, f"/file {file}", r"notes.md,\s+10\s+characters;\s+the\s+next")
     say(child, "/file -", "file: .none.")
-    say(child, f"/file {file}", r"notes.md, 10 characters; the next")
+    say(child, f"/file {file}", r"notes.md,\s+10\s+characters;\s+the\s+next")
     say(child, "sum it up", "fine")
     say(child, "go on", "fine")
     assert leave(child) == 0
@@ -304,7 +304,7 @@ def test_tab_completes_commands_models_and_paths(daemon: FakeDaemon, start: Star
     child.send(f"/file {tmp_path}/on\t")
     child.expect("ly-this-file.md")
     child.send("\r")
-    child.expect("1 characters; the next")
+    child.expect(r"1\s+characters;\s+the\s+next")
     child.expect(PROMPT)
     assert leave(child) == 0
 
