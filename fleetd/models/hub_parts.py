@@ -25,6 +25,7 @@ from fleetd.models.json_files import PULL_AGAIN
 from fleetd.models.layer_files import ENDS_NAME, TensorShape, name_of
 from fleetd.models.opening import read_regular
 from fleetd.models.vector_files import purpose_of
+from fleetd.text.bounded import Count, Natural
 from fleetd.text.decoding import from_json
 
 #: Where the tensors of a part are on the hub.
@@ -37,7 +38,7 @@ class RemoteFile(msgspec.Struct, frozen=True):
     """A file of a repository on the hub."""
 
     name: str
-    size_bytes: int
+    size_bytes: Count
     # The hash of its content, in hex, if it lies in large-file storage.
     sha256: str | None
     # The hash that git gives the file, in hex, for other files.
@@ -77,10 +78,10 @@ class RemoteTensor(msgspec.Struct, frozen=True, array_like=True):
     """A tensor of a file on the hub."""
 
     # The number of its file in the listing.
-    file: int
+    file: Natural
     # The range of its bytes, from the start of the file.
-    begin: int
-    end: int
+    begin: Count
+    end: Count
     shape: TensorShape
 
 

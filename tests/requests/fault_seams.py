@@ -112,6 +112,8 @@ class FaultMachine:
         assert ref in (self.folder.name, "m")
         return self.folder
 
+    in_part = resolve
+
     def digest(self, _folder: Any) -> str:
         return DIGEST
 
