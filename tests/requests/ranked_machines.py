@@ -39,7 +39,7 @@ _FIGURES = {
     "RANK_SILENT_S": SILENT_S,
     "RANK_END_S": 0.5,
     "RING_FORM_S": 20.0,
-    "RANKS_MEET_S": 10.0,
+    "RANKS_MEET_S": 30.0,
     # A worker that answers is looked at as a rank first.
     "ENGINE_STALL_S": 20.0,
     "TICKET_S": 5.0,

@@ -43,7 +43,7 @@ from fleetd.requests.managing.messages import LookQuestion, LookTold, ManageQues
 from fleetd.requests.managing.operations import ModelOperations
 from fleetd.requests.managing.server import ManageServer
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.one_loop]
+pytestmark = pytest.mark.one_loop
 
 LISTING = ModelListing(installed=[InstalledModel("m", loaded=True)], catalog=[OfferedModel("qwen3-8b")])
 

@@ -33,7 +33,7 @@ from fleetd.requests.placement.placement import Placer, WantedModel
 from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.skip import SkipCompression
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.one_loop]
+pytestmark = pytest.mark.one_loop
 
 
 class AskedMachine:
