@@ -14,7 +14,7 @@ from fleetd.engine.protocol import Loading
 from fleetd.errors import EngineDied, Overloaded
 from fleetd.models.folder import ModelFolder
 
-pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.one_loop
 
 MakePool = Callable[..., EnginePool]
 HELLO = "Hello there, world!"

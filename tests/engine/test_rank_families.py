@@ -23,8 +23,6 @@ ROUNDING = 1e-5
 TINY = sorted(FAMILIES & set(tiny_architectures.FAMILIES))
 FEW = ["deepseek_v3", "gpt_oss", "llama", "qwen3_moe"]
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def compared(names: Sequence[str]) -> dict[str, Any]:
     """What rank 0 of two found."""

@@ -26,7 +26,7 @@ from fleetd.engine.settings import GroupMember
 from fleetd.errors import FleetError, GroupLost
 from fleetd.models.folder import ModelFolder
 
-pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.one_loop
 
 # How far sums of f32 in another order move a log-probability: 1e-5 over the 60 sums of SmolLM2's 30 layers.
 # This is ten times that. Weights that are quantised become the same f32 as on one machine.

@@ -14,7 +14,7 @@ from forked_programs import Programs
 from live_daemon import LiveDaemon, frozen, until
 from live_fleet import LiveFleet, answer, body, heard, said
 
-pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.one_loop
 
 TARGET, SMALL = "target", "small"
 # More than the model counts before it begins anew.

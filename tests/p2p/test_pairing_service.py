@@ -33,8 +33,6 @@ from fleetd.p2p.pairing.roles import Joiner
 from fleetd.p2p.pairing.service import PairingService
 from fleetd.p2p.port import PAIRING
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def host(node: Node) -> str:
     return f"127.0.0.1:{node.port}"

@@ -187,9 +187,7 @@ def test_of_a_rank_whose_start_is_cancelled_no_process_is_left(
 # ---- leaks -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "count", [4, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
-)
+@pytest.mark.parametrize("count", [4, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
 def test_ranks_that_formed_and_ended_leave_nothing(kept: KeptGroups, count: int) -> None:
     """Processes, files, threads, tasks, descriptors, reservations: whatever one ring leaves, many add up."""
 
