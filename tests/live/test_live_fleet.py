@@ -306,11 +306,12 @@ def test_a_machine_that_falls_silent_before_the_first_token_is_replaced_in_time(
 
 def test_a_machine_that_is_told_to_stop_finishes_what_it_answers(trio: LiveFleet) -> None:
     beta = trio["beta"]
+    engine = beta.engine_pid(CHAIN)
     with heard(trio["alpha"], CHAIN, "<count>", max_tokens=600) as stream:
         events = stream.events()
         text = said(next(event for event in events if said(event)))
         # However fast the model is: the answer does not end before the others have seen it.
-        with frozen(beta.engine_pid(CHAIN)):
+        with frozen(engine):
             beta.process.send_signal(signal.SIGTERM)
             until(lambda: trio.states("alpha").get("beta") == "draining")
             # Meanwhile others go elsewhere.
@@ -324,13 +325,16 @@ def test_a_machine_that_is_told_to_stop_finishes_what_it_answers(trio: LiveFleet
 
 def test_a_machine_that_is_told_twice_to_stop_ends_its_answers_with_a_typed_error(trio: LiveFleet) -> None:
     beta = trio["beta"]
+    engine = beta.engine_pid(CHAIN)
     with heard(trio["alpha"], CHAIN, "<count>") as stream:
         events = stream.events()
         next(event for event in events if said(event))
-        beta.process.send_signal(signal.SIGTERM)
-        until(lambda: beta.status()["draining"])
-        beta.process.send_signal(signal.SIGTERM)
-        last = list(events)[-1]
+        # However fast the model is: the answer does not end by itself.
+        with frozen(engine):
+            beta.process.send_signal(signal.SIGTERM)
+            until(lambda: beta.status()["draining"])
+            beta.process.send_signal(signal.SIGTERM)
+            last = list(events)[-1]
     assert last["error"]["code"] == "draining"
     assert last["error"]["message"] == "This machine is stopping."
     assert beta.process.wait(STOP_S) == 0

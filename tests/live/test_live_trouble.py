@@ -172,10 +172,12 @@ def test_no_prompt_or_answer_is_kept_or_shown_anywhere(make_daemon: Callable[...
 def test_sigterm_lets_answers_finish_and_refuses_new_ones(make_daemon: Callable[..., LiveDaemon]) -> None:
     daemon = make_daemon()
     address, key = daemon.address, daemon.key
+    ask(daemon, "chain", "<hello>")
+    engine = daemon.engine_pid("chain")
     with daemon.stream("chain", "<count>", max_tokens=1500) as events:
         began = list(itertools.islice(filter(text_of, events), 2))
         # However fast the model is: the answer does not end before the other request is refused.
-        with frozen(daemon.engine_pid("chain")):
+        with frozen(engine):
             daemon.process.send_signal(signal.SIGTERM)
             until(lambda: daemon.status()["draining"])
             body = json.dumps({"model": "chain", "messages": [{"role": "user", "content": "<hello>"}]})
