@@ -620,7 +620,7 @@ class EnginePool:
         if whole is not None and whole.state == "loading" and not whole.first.settings.group:
             first = last = 0
         wanted = _WantedLayers(folder, first, last)
-        # Whoever asked for the same layers and leaves does not end the load for this one.
+        # Another group that asked for the same layers and leaves does not end the load for this one.
         with self._claim(wanted.name), self._asked_by(wanted.name, asked_by):
             await self._load_beside(wanted, progress)
         return wanted.name
