@@ -24,6 +24,8 @@ PORT = 8200
 # 256 KiB of one value at each rank, which its frames would show.
 VALUES, COUNT = (1.1875e3, 7.4375e-2), 1 << 16
 _ALL_FRAMES = 3
+# What the system keeps of frames that are not read yet. It lets no one set more than its own limit.
+_BUFFER_BYTES = 8 << 20
 
 
 def capture(file: Path) -> None:
@@ -31,6 +33,7 @@ def capture(file: Path) -> None:
         socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_FRAMES)) as wire,
         file.open("wb") as out,
     ):
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
         wire.bind(("eth0", 0))
         _say("ready")
         while sys.stdin not in (ready := select.select([sys.stdin, wire], [], [])[0]) or wire in ready:
