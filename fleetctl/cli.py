@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import click
 
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
+from fleetctl.connection.home import Address, locate
 from fleetctl.exits import Exit, exit_code_help, exit_for
-from fleetctl.home import Address, locate
 from fleetctl.verb_table import GROUPS, VERBS
 from fleetd import __version__
 from fleetd.errors import FleetError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fleetctl.cli import CliSession
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
 from fleetd.errors import FleetError
 
 if TYPE_CHECKING:

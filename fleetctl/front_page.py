@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
 from fleetctl.exits import NoDaemon
 from fleetctl.render.text import duration, listed, one_line, size
 from fleetd import limits

@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from fleetctl.cli import CliSession, note
+from fleetctl.connection.replies import read
 from fleetctl.exits import ConnectionBroken
 from fleetctl.render.text import one_line
-from fleetctl.replies import read
 from fleetd.control.pairing_events import Paired, PairingEvent
 from fleetd.text.terminal_text import json_text
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
+from fleetctl.connection.replies import read
 from fleetctl.doctor.findings import Finding, fail, ok, warn
 from fleetctl.render.text import duration, one_line, size
-from fleetctl.replies import read
 from fleetd import __version__, limits
 from fleetd.control.daemon_status import DaemonStatus, EngineStatus
 from fleetd.control.model_listing import ModelListing, ModelVerdict

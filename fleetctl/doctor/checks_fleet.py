@@ -8,13 +8,13 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
+from fleetctl.connection.replies import fetch_fleet, read
 from fleetctl.doctor import checks_network
 from fleetctl.doctor.checks_network import BY_ADDRESS
 from fleetctl.doctor.findings import Finding, fail, ok, warn
 from fleetctl.render.fleet_words import OFF, crowd_of, label_of, newcomer
 from fleetctl.render.text import clause, listed, one_line
-from fleetctl.replies import fetch_fleet, read
 from fleetd.control.fleet_view import FleetView, PathView, PeerView
 from fleetd.control.network_diagnosis import InterfaceView, NetworkDiagnosis
 from fleetd.errors import FleetError

@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from fleetctl.connection.home import Address, settings_file
 from fleetctl.doctor.findings import Finding, fail, ok, warn
-from fleetctl.home import Address, settings_file
 from fleetctl.render.text import one_line, size
 from fleetd import limits
 

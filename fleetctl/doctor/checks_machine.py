@@ -11,12 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from fleetctl.connection.home import model_folders
 from fleetctl.doctor.findings import Finding, fail, ok, warn
 from fleetctl.exits import ClientError
-from fleetctl.home import model_folders
-from fleetctl.installation import started_by, troubles
-from fleetctl.managers import Scope, State, manager_for, run_command
 from fleetctl.render.text import one_line
+from fleetctl.service.installation import started_by, troubles
+from fleetctl.service.managers import Scope, State, manager_for, run_command
 from fleetd.process import supported
 
 # A cold import of MLX from a slow disk takes 20 s; a wedged GPU driver never answers.

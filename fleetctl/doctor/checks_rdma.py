@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import msgspec
 
 from fleetctl.doctor.findings import Finding, ok, warn
-from fleetctl.managers import RequestRunner, run_command
 from fleetctl.render.text import listed, one_line
+from fleetctl.service.managers import RequestRunner, run_command
 from fleetd.text import rdma_tools
 from fleetd.text.rdma_tools import ThunderboltPort
 

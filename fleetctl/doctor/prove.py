@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fleetctl.answer import Answer, Options, ask
-from fleetctl.client import Client
-from fleetctl.replies import fetch_fleet
+from fleetctl.chat.answer import Answer, Options, ask
+from fleetctl.connection.client import Client
+from fleetctl.connection.replies import fetch_fleet
 from fleetd import __version__, limits
 from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.control.hardware_proof import HardwareProof, LinkProof, ProofStep, TogetherProof

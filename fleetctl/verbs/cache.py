@@ -7,9 +7,9 @@ import sys
 import click
 
 from fleetctl.cli import CliSession, json_option, pass_session
+from fleetctl.connection.replies import read
 from fleetctl.exits import ClientError
 from fleetctl.render.text import clause, count, duration, one_line, size, table
-from fleetctl.replies import read
 from fleetd.control.cache_report import CacheReport, MachineFetches, ModelBlocks
 
 _HEADER = ("MODEL", "TOKENS", "SIZE", "HITS", "RESTORED", "SAVED", "WRITTEN")

@@ -10,7 +10,7 @@ import sys
 import click
 
 from fleetctl import completion
-from fleetctl.answer import Options, ask, closing
+from fleetctl.chat.answer import Options, ask, closing
 from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.exits import Exit
 from fleetctl.text_files import composed, decoded, read_schema
@@ -87,7 +87,7 @@ def command(
             raise click.UsageError("--json needs a PROMPT, as an argument or on stdin.")
         if not sys.stdin.isatty():
             raise click.UsageError("There is no prompt: give one as an argument or on stdin.")
-        from fleetctl.repl import converse
+        from fleetctl.chat.repl import converse
 
         return converse(session.client(), options, system, stats=not no_stats, plain=plain)
     if not text.strip():

@@ -9,8 +9,8 @@ import click
 
 from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, note, pass_session
+from fleetctl.connection.replies import read
 from fleetctl.render.kept_text import page, summary
-from fleetctl.replies import read
 from fleetctl.text_files import read_text
 from fleetd import limits
 from fleetd.control.compression_reply import Compression

@@ -14,15 +14,15 @@ import msgspec
 
 from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, note, pass_session
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
+from fleetctl.connection.home import Address
+from fleetctl.connection.replies import read
 from fleetctl.doctor import checks_daemon, checks_fleet, checks_local, checks_machine, checks_rdma
 from fleetctl.doctor.findings import Finding, Level, fail
 from fleetctl.exits import Exit
-from fleetctl.home import Address
 from fleetctl.render.columns import terminal_width
 from fleetctl.render.progress_line import Progress
 from fleetctl.render.text import labelled
-from fleetctl.replies import read
 from fleetd.control.daemon_status import DaemonStatus, HardwareReading
 from fleetd.errors import FleetError
 from fleetd.text.terminal_text import printable

@@ -14,14 +14,14 @@ import click
 
 from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, pass_session
-from fleetctl.client import Client, daemon_error
-from fleetctl.corpus import CorpusText, read_corpus
-from fleetctl.event_stream import Comment
+from fleetctl.connection.client import Client, daemon_error
+from fleetctl.connection.event_stream import Comment
 from fleetctl.exits import ClientError, ConnectionBroken
 from fleetctl.render.progress_line import Progress
 from fleetctl.render.text import count
-from fleetctl.vector_files import VectorFile, open_vectors
-from fleetctl.vector_models import chosen_model
+from fleetctl.vectors.corpus import CorpusText, read_corpus
+from fleetctl.vectors.vector_files import VectorFile, open_vectors
+from fleetctl.vectors.vector_models import chosen_model
 from fleetd import limits
 from fleetd.errors import ContextLengthExceeded
 

@@ -6,8 +6,8 @@ import shlex
 
 import click
 
-from fleetctl import client_settings
 from fleetctl.cli import CliSession, json_option, note, pass_session
+from fleetctl.programs import client_settings
 
 
 @click.command("env")

@@ -9,14 +9,15 @@ from typing import Any
 
 import click
 
-from fleetctl import client_settings, completion
-from fleetctl.agent_models import how_to_start
-from fleetctl.agents import AGENTS, Agent, AgentModels
+from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, note, pass_session
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
+from fleetctl.connection.replies import read
 from fleetctl.exits import ClientError, Refused
+from fleetctl.programs import client_settings
+from fleetctl.programs.agent_models import how_to_start
+from fleetctl.programs.agents import AGENTS, Agent, AgentModels
 from fleetctl.render.text import count
-from fleetctl.replies import read
 from fleetd import limits
 from fleetd.control.model_listing import ModelListing
 

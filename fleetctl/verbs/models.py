@@ -11,14 +11,14 @@ import click
 
 from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, note, pass_session
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
+from fleetctl.connection.replies import read
 from fleetctl.exits import ClientError, ConnectionBroken, Exit
 from fleetctl.placement import named_machines
 from fleetctl.render.columns import terminal_width
 from fleetctl.render.models_table import fit_words, found_page, models_page, recommended_line
 from fleetctl.render.progress_line import Progress, of_members
 from fleetctl.render.text import listed, one_line, size
-from fleetctl.replies import read
 from fleetd import limits
 from fleetd.control.model_change import ModelProgress, Split
 from fleetd.control.model_listing import FoundModel, FoundModels, ModelListing, ModelVerdict, OfferedModel

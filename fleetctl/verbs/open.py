@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from fleetctl.cli import CliSession, json_option, note, pass_session
-from fleetctl.replies import read
+from fleetctl.connection.replies import read
 from fleetd import limits
 from fleetd.control.page_login import PageTicket
 

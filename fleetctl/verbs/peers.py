@@ -11,14 +11,14 @@ import click
 
 from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, pass_session
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
+from fleetctl.connection.replies import fetch_fleet, read
 from fleetctl.exits import Exit
 from fleetctl.render.columns import terminal_width
 from fleetctl.render.fleet_words import label_of
 from fleetctl.render.peers_table import render
 from fleetctl.render.progress_line import live_terminal
 from fleetctl.render.text import one_line, wrapped
-from fleetctl.replies import fetch_fleet, read
 from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.errors import FleetError

@@ -9,6 +9,7 @@ import click
 
 from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, pass_session
+from fleetctl.connection.replies import read
 from fleetctl.placement import named_machines
 from fleetctl.render.added_page import added_page
 from fleetctl.render.columns import Column, drawn, fitted, terminal_width
@@ -16,7 +17,6 @@ from fleetctl.render.group_table import group_lines
 from fleetctl.render.options_table import options_table
 from fleetctl.render.plan_words import division, drafts_line, local_s, prompt
 from fleetctl.render.text import brief, one_line, size, wrapped
-from fleetctl.replies import read
 from fleetctl.text_files import read_text
 from fleetd.control.prefill_plan import AddedView, KnownMachines, PlanView, StepView
 

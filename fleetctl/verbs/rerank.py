@@ -9,11 +9,11 @@ import click
 
 from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, pass_session
-from fleetctl.corpus import CorpusText, read_corpus
 from fleetctl.exits import DaemonFailed
 from fleetctl.render.progress_line import Progress
 from fleetctl.render.text import one_line
-from fleetctl.vector_models import chosen_model
+from fleetctl.vectors.corpus import CorpusText, read_corpus
+from fleetctl.vectors.vector_models import chosen_model
 from fleetd import limits
 from fleetd.text.terminal_text import json_text
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import click
 
 import fleetd
-from fleetctl import units
 from fleetctl.cli import CliSession, json_option, note, pass_session
+from fleetctl.connection.home import SYSTEM_HOME, model_folders
 from fleetctl.exits import ClientError, Exit
-from fleetctl.home import SYSTEM_HOME, model_folders
-from fleetctl.installation import interpreter, stable, troubles
-from fleetctl.managers import Manager, RequestRunner, Scope, manager_for, run_command
+from fleetctl.service import units
+from fleetctl.service.installation import interpreter, stable, troubles
+from fleetctl.service.managers import Manager, RequestRunner, Scope, manager_for, run_command
 
 SYSTEM_USER = "fleetd"
 # Groups that own the GPU's device files.

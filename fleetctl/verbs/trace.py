@@ -7,11 +7,11 @@ from typing import Any
 import click
 
 from fleetctl.cli import CliSession, json_option, pass_session
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
+from fleetctl.connection.replies import read
 from fleetctl.render.columns import terminal_width
 from fleetctl.render.text import one_line
 from fleetctl.render.trace_page import SHORT_ID_CHARS, listing, page
-from fleetctl.replies import read
 from fleetd import limits
 from fleetd.control.prefill_trace import TracesView
 from fleetd.errors import InvalidValue, NotFound

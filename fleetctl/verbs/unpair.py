@@ -8,10 +8,10 @@ import click
 
 from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, pass_session
+from fleetctl.connection.replies import fetch_fleet, read
 from fleetctl.exits import ClientError, Exit
 from fleetctl.render.fleet_words import label_of
 from fleetctl.render.text import one_line
-from fleetctl.replies import fetch_fleet, read
 from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.control.pairing_events import Unpaired
 from fleetd.errors import InvalidValue

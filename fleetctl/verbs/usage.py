@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 
 from fleetctl.cli import CliSession, json_option, pass_session
+from fleetctl.connection.replies import read
 from fleetctl.render.columns import Column, drawn, fitted, terminal_width
 from fleetctl.render.text import brief, count
-from fleetctl.replies import read
 from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
 
 # Each with its worth: without room, the column of the least goes first.

@@ -16,7 +16,7 @@ import pytest
 from api_fakes import MODEL, TOKEN, FakeRunner, serve_in_thread, services
 from scripted_agents import ScriptedAgent, extended, hello_folder
 
-from fleetctl.agents import AGENTS, AgentModels
+from fleetctl.programs.agents import AGENTS, AgentModels
 from fleetd.control.daemon_status import ClientSettings
 from fleetd.engine import protocol as p
 from fleetd.requests.job import Job

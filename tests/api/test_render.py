@@ -12,7 +12,7 @@ import pytest
 from api_fakes import logprob
 from msgspec.structs import replace
 
-from fleetctl.answer import _show
+from fleetctl.chat.answer import _show
 from fleetctl.render.progress_line import Progress
 from fleetd.api.generation.progress_comments import ProgressComments
 from fleetd.api.generation.usage_tally import EngineWork, UsageTally

@@ -7,8 +7,8 @@ from typing import Any
 
 from fake_daemon import FakeDaemon, Reply, Run
 
+from fleetctl.connection.replies import read
 from fleetctl.exits import Exit
-from fleetctl.replies import read
 from fleetctl.verbs.cache import render
 from fleetd.control.cache_report import CacheReport
 

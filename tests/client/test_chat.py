@@ -12,7 +12,7 @@ import pytest
 from fake_daemon import FLEETCTL, FakeDaemon, Reply, Run, answer, data, delta, final
 from interrupting import interrupt
 
-from fleetctl.answer import Answer
+from fleetctl.chat.answer import Answer
 from fleetctl.exits import Exit
 from fleetd.text import too_long
 
@@ -288,7 +288,7 @@ def test_progress_of_loading_and_prefill_in_a_log(
 ) -> None:
     from io import StringIO
 
-    from fleetctl.answer import _show
+    from fleetctl.chat.answer import _show
     from fleetctl.render.progress_line import Progress
 
     log = StringIO()

@@ -13,11 +13,11 @@ from finding_levels import level
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
+from fleetctl.connection.home import locate
+from fleetctl.connection.replies import read
 from fleetctl.doctor import checks_fleet
 from fleetctl.doctor.findings import Finding
-from fleetctl.home import locate
-from fleetctl.replies import read
 from fleetd.control.fleet_view import FleetView
 from fleetd.control.network_diagnosis import NetworkDiagnosis
 from fleetd.p2p.discovery import diagnosis

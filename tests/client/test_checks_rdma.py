@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fleetctl.doctor import checks_rdma
 from fleetctl.doctor.findings import Finding
-from fleetctl.managers import CommandResult
+from fleetctl.service.managers import CommandResult
 from fleetd.hardware import rdma
 from fleetd.text import rdma_tools
 

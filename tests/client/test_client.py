@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from fake_daemon import FakeDaemon, Reply
 
-from fleetctl.client import Client, daemon_error, explain_connect
-from fleetctl.event_stream import Comment, Data
+from fleetctl.connection.client import Client, daemon_error, explain_connect
+from fleetctl.connection.event_stream import Comment, Data
+from fleetctl.connection.home import Address, locate
 from fleetctl.exits import ConnectionBroken, DaemonFailed, Exit, NoDaemon, Refused, exit_for
-from fleetctl.home import Address, locate
 from fleetd import errors, limits
 
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shares import PLAN
 
-from fleetctl import smart_prefill
+from fleetctl.chat import smart_prefill
+from fleetctl.connection.replies import read
 from fleetctl.exits import Exit
 from fleetctl.render import kept_text as view
-from fleetctl.replies import read
 from fleetd.control.compression_reply import Compression, CompressUsage, KeptSpan
 
 TEXT = "First line.\nSecond line.\nThird line.\n"

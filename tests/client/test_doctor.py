@@ -18,13 +18,13 @@ from fake_daemon import STATUS, FakeDaemon, Reply, Run
 from finding_levels import level
 
 import fleetd
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
+from fleetctl.connection.home import locate
+from fleetctl.connection.replies import read
 from fleetctl.doctor import checks_daemon, checks_local, checks_machine
 from fleetctl.doctor.findings import Finding
 from fleetctl.exits import Exit
-from fleetctl.home import locate
-from fleetctl.managers import State
-from fleetctl.replies import read
+from fleetctl.service.managers import State
 from fleetctl.verbs import doctor
 from fleetd import limits
 from fleetd.control.daemon_status import DaemonStatus

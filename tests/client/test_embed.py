@@ -15,9 +15,9 @@ from fake_daemon import FakeDaemon, Reply, Run, data
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetctl.corpus import CorpusText, read_corpus
 from fleetctl.exits import ClientError, Exit
-from fleetctl.vector_files import NpyMatrix, numbers, open_vectors
+from fleetctl.vectors.corpus import CorpusText, read_corpus
+from fleetctl.vectors.vector_files import NpyMatrix, numbers, open_vectors
 
 EMBED, RERANK = "/v1/embeddings", "/v1/rerank"
 WIDTH = 3

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetctl.home import locate
+from fleetctl.connection.home import locate
 from fleetd.storage import paths
 
 ENVIRONMENTS = [

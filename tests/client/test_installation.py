@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fleetctl import installation
+from fleetctl.connection.home import model_folders
 from fleetctl.doctor import checks_machine
 from fleetctl.exits import ClientError
-from fleetctl.home import model_folders
-from fleetctl.installation import interpreter, stable, started_by, troubles, withheld
-from fleetctl.units import AGENT_PLIST, USER_UNIT, Values, render
+from fleetctl.service import installation
+from fleetctl.service.installation import interpreter, stable, started_by, troubles, withheld
+from fleetctl.service.units import AGENT_PLIST, USER_UNIT, Values, render
 from fleetctl.verbs import service as service_module
 
 

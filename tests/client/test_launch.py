@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from fake_daemon import FakeDaemon, Reply, Run
 
-from fleetctl.agent_models import how_to_start
-from fleetctl.agents import AGENTS
 from fleetctl.exits import Exit
+from fleetctl.programs.agent_models import how_to_start
+from fleetctl.programs.agents import AGENTS
 from fleetd.control.model_listing import ModelListing
 
 AGENT = """#!/bin/sh

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetctl.pastes import Pastes
-from fleetctl.quiet_terminal import edited
+from fleetctl.chat.pastes import Pastes
+from fleetctl.chat.quiet_terminal import edited
 
 
 @given(st.lists(st.text(max_size=40), max_size=30), st.integers(1, 80))

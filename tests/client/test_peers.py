@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from interrupting import interrupt
 
+from fleetctl.connection.replies import read
 from fleetctl.exits import DaemonFailed, Exit
 from fleetctl.render import live_page
 from fleetctl.render.peers_table import render
-from fleetctl.replies import read
 from fleetctl.verbs.peers import _essence
 from fleetd.control.fleet_view import FleetView, UnansweredAddress
 

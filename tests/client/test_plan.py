@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shares import LAYERS, LOCAL, PLAN, TOKENS
 
+from fleetctl.connection.replies import read
 from fleetctl.exits import Exit
 from fleetctl.render.added_page import added_page
 from fleetctl.render.plan_words import deviation, division, prompt
 from fleetctl.render.text import brief
-from fleetctl.replies import read
 from fleetctl.verbs.plan import render
 from fleetd import limits
 from fleetd.control.prefill_plan import AddedQuestion, AddedView, OptionView, PlanQuestion, PlanView

@@ -16,9 +16,9 @@ import sharing
 from fake_daemon import FLEET, STATUS, FakeDaemon, Reply, Run, data, delta, final
 from mlx_lm.models.cache import ArraysCache
 
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
+from fleetctl.connection.home import locate
 from fleetctl.doctor import prove
-from fleetctl.home import locate
 from fleetctl.render.proof_page import page
 from fleetd.control.hardware_proof import HardwareProof, ProofStep
 from fleetd.engine.cpu import products

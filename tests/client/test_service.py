@@ -15,8 +15,15 @@ from darwin import Launchctl
 from fake_daemon import Run
 
 from fleetctl.exits import ClientError, Exit
-from fleetctl.managers import CommandResult, Launchd, Systemd, manager_for, run_command, write_atomically
-from fleetctl.units import Values
+from fleetctl.service.managers import (
+    CommandResult,
+    Launchd,
+    Systemd,
+    manager_for,
+    run_command,
+    write_atomically,
+)
+from fleetctl.service.units import Values
 from fleetctl.verbs import service as service_module
 
 SHOW = "LoadState=loaded\nActiveState=active\nSubState=running\nUnitFileState=enabled\nMainPID=77\n"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetctl.event_stream import Comment, Data, Decoder, EventTooLong
+from fleetctl.connection.event_stream import Comment, Data, Decoder, EventTooLong
 from fleetd import limits
 
 STREAM = ': keepalive 1/2\n\ndata: {"a": "żółć 🦊"}\r\n\r\nevent: x\ndata: one\ndata: two\n\ndata:tight\n\n'

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shares import TRACES
 
+from fleetctl.connection.replies import read
 from fleetctl.exits import Exit
 from fleetctl.render.trace_page import listing, page
-from fleetctl.replies import read
 from fleetd import limits
 from fleetd.control.prefill_trace import GroupStage, SourceCounts, Speculated, Trace, TracesView
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from fleetctl import units
 from fleetctl.exits import ClientError
-from fleetctl.units import Values, render
+from fleetctl.service import units
+from fleetctl.service.units import Values, render
 
 ALL = (units.SYSTEM_UNIT, units.USER_UNIT, units.DAEMON_PLIST, units.AGENT_PLIST)
 PLISTS = (units.DAEMON_PLIST, units.AGENT_PLIST)
@@ -198,14 +198,14 @@ def test_installed_templates_come_first(monkeypatch: pytest.MonkeyPatch, short_d
     package = short_dir / "fleetctl"
     (package / "templates/systemd").mkdir(parents=True)
     (package / "templates" / units.USER_UNIT).write_text("installed")
-    monkeypatch.setattr(units, "__file__", str(package / "units.py"))
+    monkeypatch.setattr(units, "__file__", str(package / "service" / "units.py"))
     assert units.find_template(units.USER_UNIT).read_text() == "installed"
     with pytest.raises(ClientError, match="missing from this installation"):
         units.find_template(units.SYSTEM_UNIT)
 
 
 def test_every_template_is_used() -> None:
-    root = Path(units.__file__).resolve().parents[1]
+    root = Path(units.__file__).resolve().parents[2]
     files = {
         f"{folder}/{path.name}" for folder in ("systemd", "launchd") for path in (root / folder).iterdir()
     }

@@ -76,7 +76,7 @@ def test_the_daemon_loads_no_model_library() -> None:
 
 
 def test_fleetctl_loads_no_server_and_no_model_library() -> None:
-    loaded = loaded_by("import fleetctl.cli, fleetctl.verbs.chat, fleetctl.repl, fleetctl.verbs.doctor")
+    loaded = loaded_by("import fleetctl.cli, fleetctl.verbs.chat, fleetctl.chat.repl, fleetctl.verbs.doctor")
     assert "click" in loaded
     assert not loaded & {
         "aiohttp",

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 
-from fleetctl.managers import CommandResult
+from fleetctl.service.managers import CommandResult
 from fleetd.hardware import darwin
 from fleetd.hardware.darwin import DarwinKernel
 
@@ -253,7 +253,7 @@ Listed by owning process:
 
 @dataclass
 class Launchctl:
-    """launchd as ``fleetctl.managers`` asks it: bootstrap, bootout, enable and print.
+    """launchd as ``fleetctl.service.managers`` asks it: bootstrap, bootout, enable and print.
 
     ``lingers``: how often a job that was booted out is still there when it is asked for.
     """

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from fleetctl.corpus import CorpusText
 from fleetctl.exits import ClientError
+from fleetctl.vectors.corpus import CorpusText
 
 _FLOAT_BYTES = 4
 # Of every line that is written here: a torn line of another program is never cut off.

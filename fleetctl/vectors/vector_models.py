@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
 from fleetctl.exits import ClientError
 
 _WORDS = {"embedding": "makes vectors of texts", "rerank": "scores documents"}

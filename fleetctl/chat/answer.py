@@ -17,9 +17,9 @@ from urllib.parse import unquote
 
 import click
 
-from fleetctl import quiet_terminal, smart_prefill
-from fleetctl.client import Client, daemon_error
-from fleetctl.event_stream import Comment
+from fleetctl.chat import quiet_terminal, smart_prefill
+from fleetctl.connection.client import Client, daemon_error
+from fleetctl.connection.event_stream import Comment
 from fleetctl.exits import ConnectionBroken
 from fleetctl.render.live_text import LiveText, live_dim, live_markdown
 from fleetctl.render.progress_line import Progress, live_terminal, of_members

@@ -65,7 +65,7 @@ def render(template: str, values: Values) -> str:
 
 def find_template(name: str) -> Path:
     """The template in the installed package, or beside it in a source checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     for folder in (package / "templates", package.parent):
         if (path := folder / name).is_file():
             return path

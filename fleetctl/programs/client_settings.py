@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
+from fleetctl.connection.replies import read
 from fleetctl.exits import ClientError
-from fleetctl.replies import read
 from fleetd.control.daemon_status import ClientSettings
 
 # Variables by which clients of a dialect would send prompts, or this machine's token, to another server; and

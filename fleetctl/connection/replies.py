@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
 from fleetctl.exits import DaemonFailed
 from fleetd.control.fleet_view import FleetView
 from fleetd.text.decoding import from_plain

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from fleetctl.event_stream import Comment, Data, Decoder, EventTooLong
+from fleetctl.connection.event_stream import Comment, Data, Decoder, EventTooLong
+from fleetctl.connection.home import SYSTEM_HOME, Address
 from fleetctl.exits import ConnectionBroken, DaemonFailed, NoDaemon, Refused
-from fleetctl.home import SYSTEM_HOME, Address
 from fleetd import __version__, errors, limits
 from fleetd.text import too_long
 

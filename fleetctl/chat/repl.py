@@ -1,4 +1,4 @@
-"""A conversation on a terminal: line editing and history by prompt_toolkit, answers by fleetctl.conversation.
+"""A conversation on a terminal: line editing and history by prompt_toolkit, answers by conversation.py.
 
 Ctrl-C while an answer streams stops the answer and keeps what was said, and what was typed meanwhile; at the
 prompt it clears the line. Ctrl-D on an empty line leaves.
@@ -24,16 +24,17 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import create_output
 
-from fleetctl import completion, quiet_terminal
-from fleetctl.answer import Options
+from fleetctl import completion
+from fleetctl.chat import quiet_terminal
+from fleetctl.chat.answer import Options
+from fleetctl.chat.conversation import COMMANDS, Talk
+from fleetctl.chat.pastes import Pastes
 from fleetctl.cli import note
-from fleetctl.client import Client
-from fleetctl.conversation import COMMANDS, Talk
+from fleetctl.connection.client import Client
+from fleetctl.connection.replies import read
 from fleetctl.exits import Exit
-from fleetctl.pastes import Pastes
 from fleetctl.render import live_text
 from fleetctl.render.text import one_line
-from fleetctl.replies import read
 from fleetd.control.daemon_status import DaemonStatus
 
 # Tab waits so long for the names of models, in seconds.

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fleetctl import client_settings
+from fleetctl.programs import client_settings
 from fleetd import limits
 from fleetd.control.daemon_status import ClientSettings
 

@@ -13,9 +13,9 @@ from urllib.parse import quote
 import click
 
 from fleetctl import completion
-from fleetctl.answer import Options, ask, closing
+from fleetctl.chat.answer import Options, ask, closing
 from fleetctl.cli import note, show_error
-from fleetctl.client import Client
+from fleetctl.connection.client import Client
 from fleetctl.render.text import count, one_line
 from fleetctl.text_files import composed, read_text
 from fleetd import limits

@@ -1,0 +1,1 @@
+"""What other programs of this machine, coding agents above all, are given so that they use its models."""
