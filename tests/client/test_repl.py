@@ -336,6 +336,7 @@ def test_a_draft_survives_ctrl_c_and_is_not_sent_unseen(daemon: FakeDaemon, star
     child.send("tell\r")
     child.expect("Once upon a time")
     child.send("a drafx\x7ft\rof two lines" + UP)
+    once_it_waits(child.pid)
     child.send(CTRL_C)
     child.expect("stopped")
     child.expect("a draft.*of two lines")
