@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import psutil
+
 from bench.figures import Figure, Measured, alternated, at_least, at_most
 from bench.harness import prompts
 from bench.harness.cores import starting_on, why_no_cores
@@ -54,6 +56,7 @@ _WORDS = [
 ]
 _WITHIN_S, _POLL_S = 120.0, 0.1
 _ANSWER_S = 600.0
+_IDLE_S = 10.0
 
 
 def measure(runs: int) -> Measured:
@@ -84,6 +87,7 @@ def measure(runs: int) -> Measured:
                 seen[side].append(
                     embed(fleet[_HERE], _texts(_SINGLES, 64, 200 + 2 * run + (side == "singly")))
                 )
+            seen["idle"].append(_idle_share(fleet[_THERE]))
         _chats(fleet[_HERE], runs, seen)
     return Measured(_figures(seen), _HOW)
 
@@ -118,6 +122,19 @@ def _known(fleet: Fleet) -> bool:
     return any(
         model["name"] == _MINILM and model["state"] == "loaded" and model["digest"] for model in models
     )
+
+
+def _idle_share(daemon: Daemon) -> float:
+    """The share of a core that a daemon's workers use, which have the model and nothing to do."""
+    workers = psutil.Process(daemon.process.pid).children(recursive=True)
+    begun, busy_s = time.perf_counter(), _busy_s(workers)
+    time.sleep(_IDLE_S)
+    return (_busy_s(workers) - busy_s) / (time.perf_counter() - begun)
+
+
+def _busy_s(processes: list[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes]
+    return sum(each.user + each.system for each in times)
 
 
 def _chats(daemon: Daemon, runs: int, seen: Samples) -> None:
@@ -203,6 +220,13 @@ def _figures(seen: Samples) -> list[Figure]:
             "x",
             seen.ratios("singly", "together"),
             note=f"{_AT_ONCE} at once; the client's share of the machine is in it",
+        ),
+        Figure(
+            "A loaded model and no texts, share of a core",
+            "%",
+            seen["idle"],
+            at_most(0.005),
+            note=f"the worker alone, over {_IDLE_S:.0f} s",
         ),
         Figure(
             "First token of a chat beside vectors, over alone",
