@@ -39,6 +39,7 @@ from bench.scenarios import (
     host_time,
     hybrid_drafts,
     kept_prompts,
+    lost_members,
     modelled,
     never_slower,
     padding,
@@ -168,6 +169,20 @@ FAMILIES = {
             *_WORKER,
             *("fleetd/engine/groups", "fleetd/engine/streams", "fleetd/sealed"),
             *_scenario("groups"),
+        ),
+    ),
+    "lost-members": Family(
+        "A member of a group is lost",
+        3,
+        1,
+        lost_members.measure,
+        (
+            *_SERVED,
+            "fleetd/engine/groups",
+            "fleetd/engine/streams",
+            "fleetd/p2p",
+            "fleetd/requests/groups",
+            *_scenario("lost_members"),
         ),
     ),
     "ranks": Family(
