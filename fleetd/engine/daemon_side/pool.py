@@ -102,11 +102,19 @@ class _WantedLayers(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Turns:
-    """Two models do not fit together: one is used and then gives way. ``allowed``: the one model that
+    """Two models do not fit together: ``first`` is used and then gives way. ``allowed``: the one model that
     may be loaded now, "" if none; ``changed`` is set at each change, the end included."""
 
+    first: str
     allowed: str
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    # Requests for the first model that came once it was to give way, and wait.
+    put_off: int = 0
+
+    @property
+    def giving_way(self) -> str:
+        """The model that nobody may begin to use any more, "" if none."""
+        return self.first if self.allowed != self.first else ""
 
     def allow(self, name: str) -> None:
         self.allowed = name
@@ -598,6 +606,8 @@ class EnginePool:
     def _holder(self, folder: ModelFolder, first: int, last: int) -> str | None:
         for name, model in self._models.items():
             held = model.first.settings
+            if self._turns is not None and name == self._turns.giving_way:
+                continue
             if model.state == "ready" and (
                 (name == folder.name and not held.group)
                 or (held.path == str(folder.path) and held.first_layer <= first < last <= held.last_layer)
@@ -730,7 +740,9 @@ class EnginePool:
     def why_stays(self, folder: ModelFolder) -> str:
         """Why a model cannot be unloaded for a while and loaded again; "" if it can, or is not loaded."""
         name, model = folder.name, self._models.get(folder.name)
-        if self._turns is not None:
+        # The first come are served first: a model that somebody waits for does not wait for one turn more.
+        awaited = (other for other, claims in self._claims.items() if claims and other != name)
+        if self._turns is not None or any(self._ready(other) is None for other in awaited):
             return "another model is to be loaded first"
         if self._in_use(name):
             return f"{name} is in use"
@@ -753,9 +765,9 @@ class EnginePool:
         """Meanwhile ``first`` can be loaded into the memory that ``second`` has or needs: that is unloaded,
         and no other load begins.
 
-        At the end ``first`` is unloaded once nobody uses it. Then ``second`` begins to load, if it was loaded
-        or all went well; a request for it shares that load. Raises Overloaded, before anything is unloaded,
-        if ``second`` has to stay as it is.
+        At the end ``first`` is unloaded once nobody uses it; who asks for it from then on waits. Then
+        ``second`` begins to load, if it was loaded or all went well; a request for it shares that load.
+        Raises Overloaded, before anything is unloaded, if ``second`` has to stay as it is.
         """
         name = second.name
         if why := self.why_stays(second) or self.why_pinned(first):
@@ -763,7 +775,7 @@ class EnginePool:
                 f"{name} and {first.name} cannot take turns: {why}.", hint="Send it again later."
             )
         again, stays_s = name in self._models, self._stays_s.get(name)
-        turns = self._turns = _Turns(first.name)
+        turns = self._turns = _Turns(first.name, allowed=first.name)
         try:
             with self._claim(name):
                 log.info("engine.in_turn", model=first.name, then=name)
@@ -787,8 +799,8 @@ class EnginePool:
     ) -> None:
         try:
             turns.allow("")
-            # A request for a first model that has ended waits for this turn to be over, not the other way.
-            while self._in_use(first.name) and self.loading_engine(first) is not None:
+            # Requests that wait for this turn to be over have claims, too.
+            while self._claims.get(first.name, 0) > turns.put_off and self.loading_engine(first) is not None:
                 self._let_go.clear()
                 await self._let_go.wait()
             await self.unload(first.name)
@@ -809,8 +821,9 @@ class EnginePool:
         """Yield progress, then the ready engine. Two first requests share one load; idle models make room."""
         while True:
             while (turns := self._turns) is not None and not self._may_go_on(turns, wanted):
-                yield Loading(f"{WAITING}a model that has to make room")
-                await turns.changed.wait()
+                with self._put_off(turns, wanted.name):
+                    yield Loading(f"{WAITING}a model that has to make room")
+                    await turns.changed.wait()
             # One load at a time: each looks at the memory that is free, and would count the same bytes.
             while other := self._loading_besides(wanted):
                 yield Loading(f"{WAITING}{other.name} to load")
@@ -835,7 +848,20 @@ class EnginePool:
 
     def _may_go_on(self, turns: _Turns, wanted: _WantedLayers) -> bool:
         """True for a model that needs no load, or whose turn it is."""
+        if wanted.name == turns.giving_way:
+            return False
         return self._ready(wanted.name) is not None or wanted.name == turns.allowed
+
+    @contextmanager
+    def _put_off(self, turns: _Turns, name: str) -> Iterator[None]:
+        """Meanwhile a request waits for the end of a turn, which does not wait for the request."""
+        count = int(name == turns.first)
+        turns.put_off += count
+        self._let_go.set()
+        try:
+            yield
+        finally:
+            turns.put_off -= count
 
     def _loading_besides(self, wanted: _WantedLayers) -> LoadedModel | None:
         """Another model whose load is to be over first.
