@@ -226,11 +226,11 @@ async def test_who_asks_for_a_model_that_gives_way_does_not_put_off_the_one_that
     began, waits = asyncio.Event(), asyncio.Event()
     order: list[str] = []
 
-    async def answered(folder: ModelFolder, id: str) -> None:
-        async for event in pool.stream(folder, ask("<hello>", id)):
+    async def answered(folder: ModelFolder, name: str) -> None:
+        async for event in pool.stream(folder, ask("<hello>", name)):
             if isinstance(event, Loading) and event.stage == "waiting for a model that has to make room":
                 waits.set()
-        order.append(id)
+        order.append(name)
 
     async def scores() -> None:
         async with pool.in_turn(first, second):
@@ -245,8 +245,11 @@ async def test_who_asks_for_a_model_that_gives_way_does_not_put_off_the_one_that
     await turn_ends(pool)
     # It is loaded and could answer: whoever comes now and later would keep it for ever.
     late = asyncio.create_task(answered(first, "late"))
-    await waits.wait()
-    assert loaded(pool) == ["first"] and not pool.holds(first, 0, 1)
+    waiting = asyncio.create_task(waits.wait())
+    await asyncio.wait({late, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    assert waits.is_set(), "it was answered, and more could be for ever"
+    assert loaded(pool) == ["first"]
+    assert not pool.holds(first, 0, 1)
     async for _ in early:
         pass
     await scoring

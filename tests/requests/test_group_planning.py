@@ -23,6 +23,8 @@ from fleetd.limits import GIB
 from fleetd.models.folder import ModelFolder, read_folder
 from fleetd.models.memory_need import WORKING_BYTES, WeightRules
 from fleetd.p2p.membership.cards import Card, MachineFacts
+from fleetd.plan import chip_speeds
+from fleetd.plan.group_cut import GroupMachine, GroupPart
 from fleetd.plan.measured_cut import LEAST_STEPS
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.groups.planning import FleetGroups
@@ -72,6 +74,17 @@ def view_of(made: FleetGroups, folder: ModelFolder, *over: str) -> GroupView:
     view = made.planned(folder, over)
     assert view is not None
     return view
+
+
+def test_a_load_of_a_part_is_expected_by_what_loads_took_there() -> None:
+    slow = other("studio", digest="d")
+    slow = replace(slow, card=replace(slow.card, models=[replace(slow.card.models[0], load_s=4000.0)]))
+    made = groups(slow)
+    weights = slow.card.models[0].shape.weights_bytes
+    half = GroupPart(GroupMachine(slow.node_id, "studio", 8 * GIB, 1e9, weights // 4), 2, 4)
+    assert made._load_s("d", half) == pytest.approx(2000.0)
+    # Of other files nothing was measured.
+    assert made._load_s("e", half) == chip_speeds.load_s(weights // 2)
 
 
 # ---- named by a request ----------------------------------------------------------------------------------

@@ -22,7 +22,15 @@ from fleetd.models.hub_parts import HubCommit, HubPartOrder
 from fleetd.models.memory_need import WORKING_BYTES, LayerBytes, WeightRules, layer_bytes, weight_need
 from fleetd.models.pull_lines import PullProgress
 from fleetd.p2p.membership.cards import ModelCard
-from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupModelSize, Shortage, cut_with_fetchers
+from fleetd.plan import chip_speeds
+from fleetd.plan.group_cut import (
+    GroupCut,
+    GroupMachine,
+    GroupModelSize,
+    GroupPart,
+    Shortage,
+    cut_with_fetchers,
+)
 from fleetd.plan.measured_cut import cut_anew, layer_seconds
 from fleetd.process.observe import get_logger
 from fleetd.requests.groups.client import FleetGroup
@@ -148,9 +156,21 @@ class FleetGroups:
             after=after,
             hub=at,
             bring=partial(self._brought, at, planned.digest) if at is not None else None,
+            load_s=partial(self._load_s, planned.digest),
         )
         self._formed[folder.name] = _FormedGroup(folder, planned, group.id)
         return group
+
+    def _load_s(self, digest: str, part: GroupPart) -> float:
+        """What a machine takes to load a part: by what a load of the whole model took there, and no less than
+        a disk of usual speed."""
+        n_bytes = part.weights_bytes
+        others = (each for each in self._members.others("prefill") if each.node_id == part.machine.node_id)
+        whole = next((model for each in others for model in each.card.models if model.digest == digest), None)
+        usual_s = chip_speeds.load_s(n_bytes)
+        if whole is None or not whole.shape.weights_bytes:
+            return usual_s
+        return max(usual_s, whole.load_s * min(1.0, n_bytes / whole.shape.weights_bytes))
 
     def _brought(
         self, at: HubCommit, digest: str, first: int, last: int
