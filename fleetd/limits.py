@@ -500,7 +500,7 @@ GROUP_FRAMES = 3
 # a step for so long is lost, too; its own daemon ends it before.
 GROUP_BEAT_S, GROUP_SILENT_S, GROUP_STEP_S = 0.5, 2.5, 300.0
 # A member that says that it is alive, and gets no further with its layers for so long, is lost, or for
-# LOAD_LATE times what their load takes, if that is longer. Its own daemon ends a load that stands still first.
+# LOAD_LATE times what their load takes, if that is longer. Its own daemon ends a load that stands still.
 GROUP_LOAD_S = 300.0
 # Members open streams to each other within this; else hidden states pass through the machine that answers.
 # After such a stream has broken in use, these members get none for so long.
