@@ -703,6 +703,8 @@ VECTOR_ANSWER_BYTES = 20 * MIB
 # Parts of other machines that one machine computes at once, and those that it is given by one of them: so
 # many short texts share a pass.
 VECTOR_PARTS_SERVED, VECTOR_PARTS_GIVEN = 16, 8
+# Jobs that clients send in several requests: so many are known between two of these.
+VECTOR_LONG_JOBS = 64
 # Texts of one request of `fleetctl embed`, which grows while requests take less than this.
 VECTOR_CLI_TEXTS, VECTOR_CLI_S = 1024, 5.0
 

@@ -139,6 +139,11 @@ class CardMaker:
             # Parts of other machines' prompts take turns with this machine's own requests.
             running=counts.running + sum(engine.assisting for engine in engines.values()),
             waiting=counts.waiting,
+            vectors=sum(
+                engine.prefilling + engine.waiting
+                for engine in engines.values()
+                if engine.shape.purpose != "chat"
+            ),
             unread_tokens=-(-self._now.unread_tokens() // _UNREAD_STEP) * _UNREAD_STEP,
             draining=self._now.draining(),
             collectives=self._now.collectives(),

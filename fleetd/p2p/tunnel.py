@@ -40,10 +40,10 @@ _COMING = 16
 
 class Mouth:
     """A port of this machine, behind which a process of another one is. ``daemon``: the id of the process
-    whose children may come in, if that is not this one."""
+    which may come in with those that it started, if that is not this one."""
 
     def __init__(self, daemon: int | None = None) -> None:
-        self._daemon = os.getpid() if daemon is None else daemon
+        self.daemon = os.getpid() if daemon is None else daemon
         self._listener = socket.create_server((_HERE, 0), backlog=_COMING)
         self.port: int = self._listener.getsockname()[1]
 
@@ -55,7 +55,7 @@ class Mouth:
             while True:
                 self._listener.settimeout(max(_AGAIN_S, until_s - time.monotonic()))
                 process, came_from = self._listener.accept()
-                if local_peers.is_of(self._daemon, came_from, process.getsockname()):
+                if local_peers.is_of(self.daemon, came_from, process.getsockname()):
                     return process
                 log.warning("tunnel.stranger", port=self.port)
                 process.close()

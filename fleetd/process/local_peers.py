@@ -15,13 +15,14 @@ Address = tuple[str, int]
 
 
 def is_of(daemon: int, far: Address, near: Address) -> bool:
-    """True if the end at ``far`` of the connection to ``near`` is of the process ``daemon`` or a child of it.
+    """True if the end at ``far`` of the connection to ``near`` is of the process ``daemon``, or of one that
+    it or these have started.
 
     False if that cannot be known, as of another user's process. Reads the tables of these processes.
     """
     try:
         parent = psutil.Process(daemon)
-        return any(_holds(process, far, near) for process in (parent, *parent.children()))
+        return any(_holds(process, far, near) for process in (parent, *parent.children(recursive=True)))
     except psutil.Error:
         return False
 

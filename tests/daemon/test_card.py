@@ -130,6 +130,18 @@ async def test_a_card_tells_the_room_for_layers_of_others_in_gib() -> None:
 
 
 @pytest.mark.one_loop
+async def test_a_card_tells_of_vectors_that_are_computed_and_counts_them_as_no_prompt() -> None:
+    daemon = CardDaemon()
+    encoder = changed(LOADED.shape, purpose="embedding")
+    daemon.engines = [
+        engine(1, prefilling=1, waiting=2),
+        engine(2, model="minilm", shape=encoder, prefilling=2, waiting=1),
+    ]
+    card = daemon.maker.card()
+    assert (card.vectors, card.running, card.waiting) == (3, 0, 0)
+
+
+@pytest.mark.one_loop
 async def test_a_card_counts_the_cores_that_ranks_keep_busy() -> None:
     daemon = CardDaemon()
     daemon.engines = [

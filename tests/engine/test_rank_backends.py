@@ -195,7 +195,7 @@ except MemberLost as lost:
 
 def test_a_stranger_that_comes_in_at_the_port_of_a_rank_ends_it() -> None:
     """MLX takes the first process that connects; its numbers would be in every sum."""
-    own = place("ring", 0)
+    own = place("ring", 0, daemon=os.getpid())
     with socket.create_server(("127.0.0.1", own.next_port), reuse_port=True), Stranger(own.port) as stranger:
         rank = [sys.executable, "-c", _JOINS, msgspec.json.encode(own).decode()]
         said = subprocess.run(rank, stdout=subprocess.PIPE, text=True, check=True).stdout

@@ -1,7 +1,8 @@
-"""A process of this machine that has nothing to do with the test: no child of it."""
+"""A process of this machine that has nothing to do with the test: its parent has ended."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ except OSError:
     pass
 print("out", heard, flush=True)
 """
-_PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+_PARENT = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]])"
 
 
 class Stranger:
@@ -40,6 +41,7 @@ class Stranger:
             text=True,
             start_new_session=True,
         )
+        self._process.wait()
 
     def says(self) -> str:
         assert self._process.stdout is not None
@@ -54,8 +56,8 @@ class Stranger:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._process.poll() is None:
+        # Its group has the id of the parent.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()

@@ -77,7 +77,7 @@ def _check_neighbour(place: RingPlace) -> None:
     """Raises RuntimeError if what came in at this rank's port is no process of fleetd. MLX takes the first
     one that comes, whose numbers would be in every sum."""
     came = local_peers.accepted(place.port)
-    if not came or not all(local_peers.is_of(os.getppid(), far, near) for far, near in came):
+    if not came or not all(local_peers.is_of(place.daemon or os.getppid(), far, near) for far, near in came):
         raise RuntimeError("a process that is not fleetd's came in at the port of this rank")
 
 

@@ -30,7 +30,7 @@ class RingLinks:
         self._port, self._mouth, self._offered = LocalPort(), Mouth(daemon), offered
         self._tunnels: list[Tunnel] = []
         # With the backend once ``agree`` has returned.
-        self.place = RingPlace(rank, size, self._port.port, self._mouth.port)
+        self.place = RingPlace(rank, size, self._port.port, self._mouth.port, daemon=self._mouth.daemon)
 
     def comes_from(self, sock: socket.socket, key: bytes) -> None:
         """The stream that the machine of the rank before has opened."""
