@@ -16,7 +16,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -53,10 +53,10 @@ from fleetd.errors import (
     Overloaded,
 )
 from fleetd.limits import MIB
-from fleetd.models import cpu_arithmetic, file_threads
-from fleetd.models.cpu_arithmetic import CpuArithmetic
+from fleetd.models import cpu_arithmetic, file_threads, model_sizes
 from fleetd.models.folder import ModelFolder
-from fleetd.models.memory_need import WeightRules, layer_bytes, weight_need
+from fleetd.models.memory_need import WeightRules, weight_need
+from fleetd.models.model_sizes import ModelSizes
 from fleetd.plan import chip_speeds, load_times
 
 log = structlog.get_logger(__name__)
@@ -139,16 +139,16 @@ class EnginePool:
     load_s: Callable[[ModelFolder], float] = lambda folder: chip_speeds.load_s(folder.weights_bytes)
     # Models that stay loaded unless the system is critically short of memory.
     pinned: Callable[[], Collection[str]] = frozenset
-    # The other machines for a model that does not fit this one, given how it would be held and the names of
-    # those that were asked for; None: none.
-    groups: Callable[[ModelFolder, CpuArithmetic | Literal[""], Sequence[str]], GroupLife | None] = (
-        lambda folder, arithmetic, over: None
+    # The other machines for a model that does not fit this one, given its sizes and the names of those that
+    # were asked for; None: none.
+    groups: Callable[[ModelFolder, ModelSizes, Sequence[str]], GroupLife | None] = (
+        lambda folder, sizes, over: None
     )
     # The same machines with other parts of a model that they hold, and why, given the model's name and what
     # its layers took lately; None: it stays as it is cut.
     cut_anew: Callable[[str, Sequence[GroupStage]], tuple[GroupLife, str] | None] = lambda name, stages: None
     # The same for a model whose layers are divided: the other ranks. Raises FleetError if it cannot be.
-    ranks: Callable[[ModelFolder, Sequence[str]], GroupLife] | None = None
+    ranks: Callable[[ModelFolder, Sequence[str], ModelSizes], GroupLife] | None = None
     # The folder of what drafts from a model's hidden states; None: what lies in its own folder, if anything.
     drafter: Callable[[ModelFolder], Awaitable[Path | None]] = no_drafter
     # In how many bits a model's keys and values are held, by its name; 0 is as they are computed.
@@ -883,9 +883,10 @@ class EnginePool:
         ready = self._models.get(name)
         if ready is not None and ready.state == "ready" and _is_as_wanted(ready, wanted):
             return ready
+        sizes: ModelSizes | None = None
         if ready is None or ready.state != "loading":
-            # What is read of files below is known after that: a disk that hangs holds up this load alone.
-            await file_threads.look(self._read_sizes, wanted)
+            # A disk that hangs holds up this load alone.
+            sizes = await self._sizes(wanted)
         async with self._starting:
             model = self._models.get(name)
             if model is not None and model.state in ("loading", "ready"):
@@ -899,7 +900,8 @@ class EnginePool:
             if self._loading_besides(wanted):
                 return None
             drafter = None if wanted.last else await self.drafter(wanted.folder)
-            model = LoadedModel(self._new_workers(wanted, drafter), self._exited)
+            sizes = sizes or await self._sizes(wanted)
+            model = LoadedModel(self._new_workers(wanted, drafter, sizes), self._exited)
             # It measures its speed at the end of its load.
             self._end_idle_time()
             self._models[name] = model
@@ -912,16 +914,6 @@ class EnginePool:
                 raise
             return model
 
-    def _read_sizes(self, wanted: _WantedLayers) -> None:
-        """Read the headers of a model's files, which ``_new_workers`` looks at: they are kept."""
-        folder, rules = wanted.folder, self.weight_rules()
-        need = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
-        if wanted.over or need.n_bytes > rules.budget_bytes:
-            # A model that cannot be cut says so where it is to be.
-            with suppress(FleetError, OSError):
-                for arithmetic in {need.arithmetic, ""}:
-                    layer_bytes(folder.path, folder.config, arithmetic)
-
     def _check_unused(self, model: LoadedModel) -> None:
         """Raises Overloaded unless the request that is placed now is the model's only one: then it is loaded
         anew, over other machines."""
@@ -931,12 +923,18 @@ class EnginePool:
                 hint="Leave `placement` out, or send it again once its requests have ended.",
             )
 
-    def _new_workers(self, wanted: _WantedLayers, drafter: Path | None) -> Sequence[EngineProcess]:
+    async def _sizes(self, wanted: _WantedLayers) -> ModelSizes:
+        """What a model's files say; of its layers only if other machines may hold some."""
+        rules, other_machines = self.weight_rules(), bool(wanted.over)
+        return await file_threads.look(model_sizes.read, wanted.folder, rules, layers=other_machines)
+
+    def _new_workers(
+        self, wanted: _WantedLayers, drafter: Path | None, sizes: ModelSizes
+    ) -> Sequence[EngineProcess]:
         """What is to compute it, not started: one worker. ``drafter``: the folder of what drafts from its
-        hidden states."""
-        folder = wanted.folder
+        hidden states. ``sizes``: as its files have just told."""
+        folder, need = wanted.folder, sizes.need
         rules = self.weight_rules()
-        need = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
         if need.arithmetic == "float32" and not rules.available:
             log.info("engine.float32", model=folder.name, reason="onnxruntime is not installed")
         settings = self._settings(wanted, drafter)
@@ -955,7 +953,7 @@ class EnginePool:
                     hint="Deal its layers out (--split layers), or get all of it: "
                     f"fleetctl models pull {folder.name}",
                 )
-            ring = self.ranks(folder, sorted(wanted.over))
+            ring = self.ranks(folder, sorted(wanted.over), sizes)
             options["weights_bytes"] //= 1 + len(wanted.over)
             return [GroupFront(self._settings(wanted, None), ring, **options)]
         if wanted.ring is not None:
@@ -964,7 +962,7 @@ class EnginePool:
         too_large = whole and (need.n_bytes > rules.budget_bytes or folder.source == "part")
         group = None
         if wanted.over or (wanted.over is None and too_large):
-            group = self.groups(folder, need.arithmetic, sorted(wanted.over or ()))
+            group = self.groups(folder, sizes, sorted(wanted.over or ()))
         if group is not None:
             return [GroupFront(settings, group, **options)]
         if whole and folder.source == "part":
