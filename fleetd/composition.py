@@ -36,7 +36,7 @@ from fleetd.models import cpu_arithmetic, file_threads
 from fleetd.models.catalog import find
 from fleetd.models.drafter_kinds import drafter_kind
 from fleetd.models.folder import ModelFolder
-from fleetd.models.memory_need import WORKING_BYTES, WeightRules, needed_bytes
+from fleetd.models.memory_need import WORKING_BYTES, WeightRules, estimated_files, needed_bytes
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pinned import PinnedModels
 from fleetd.models.pull_lines import PullProgress
@@ -422,10 +422,9 @@ class DaemonParts:
             return []
         return self.fabrics.towards(path.address[0])
 
-    def together(self, folder: ModelFolder, over: Sequence[str]) -> GroupView | None:
-        """How machines of these names would hold a model with this one. Reads headers of files. Raises
-        FleetError if they cannot."""
-        return self.groups.planned(folder, over) if self.groups is not None else None
+    async def together(self, folder: ModelFolder, over: Sequence[str]) -> GroupView | None:
+        """How machines of these names would hold a model with this one. Raises FleetError if they cannot."""
+        return await self.groups.view(folder, over) if self.groups is not None else None
 
     def _prefill_sharing(self, fleet: Fleet) -> PrefillSharing:
         machine = self.machine
@@ -453,7 +452,9 @@ class DaemonParts:
             request,
             lambda model: self.machine.pool.facts(model),
             wake,
-            needed_bytes=lambda folder: needed_bytes(folder, self.machine.weight_rules()),
+            needed_bytes=lambda folder: estimated_files(
+                folder.weights_bytes, folder.config, self.machine.weight_rules()
+            ),
             kv_bits=self.machine.pool.kv_bits,
         )
 

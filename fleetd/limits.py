@@ -499,6 +499,9 @@ GROUP_FRAMES = 3
 # A member shows so often that its process runs, and one that is silent for so long is lost. One that computes
 # a step for so long is lost, too; its own daemon ends it before.
 GROUP_BEAT_S, GROUP_SILENT_S, GROUP_STEP_S = 0.5, 2.5, 300.0
+# A member that says that it is alive, and gets no further with its layers for so long, is lost, or for
+# LOAD_LATE times what their load takes, if that is longer. Its own daemon ends a load that stands still.
+GROUP_LOAD_S = 300.0
 # Members open streams to each other within this; else hidden states pass through the machine that answers.
 # After such a stream has broken in use, these members get none for so long.
 GROUP_LINK_S, GROUP_RELAY_S = 5.0, 600.0
@@ -700,6 +703,8 @@ VECTOR_ANSWER_BYTES = 20 * MIB
 # Parts of other machines that one machine computes at once, and those that it is given by one of them: so
 # many short texts share a pass.
 VECTOR_PARTS_SERVED, VECTOR_PARTS_GIVEN = 16, 8
+# Jobs that clients send in several requests: so many are known between two of these.
+VECTOR_LONG_JOBS = 64
 # Texts of one request of `fleetctl embed`, which grows while requests take less than this.
 VECTOR_CLI_TEXTS, VECTOR_CLI_S = 1024, 5.0
 

@@ -84,6 +84,8 @@ def _rows(peers: Sequence[PeerView], width: int | None) -> list[str]:
     legend = []
     if any(peer.usable and (peer.running or peer.waiting) for peer in peers):
         legend.append("LOAD: running+waiting")
+    if any(peer.usable and peer.vectors for peer in peers):
+        legend.append("vectors: computes vectors or scores of texts")
     if any(model.state == "loaded" for peer in peers for model in peer.models):
         legend.append("* loaded")
     if any(peer.link_doubtful or any(model.speed.doubtful for model in peer.models) for peer in peers):
@@ -179,7 +181,8 @@ def _prompts(peer: PeerView) -> str:
 def _load(peer: PeerView) -> str:
     if not peer.usable:
         return "-"
-    return f"{peer.running}+{peer.waiting}" if peer.running or peer.waiting else "idle"
+    load = [f"{peer.running}+{peer.waiting}"] if peer.running or peer.waiting else []
+    return ", ".join([*load, "vectors"] if peer.vectors else load) or "idle"
 
 
 def _rtt(peer: PeerView) -> str:

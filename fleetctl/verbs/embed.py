@@ -6,6 +6,7 @@ import base64
 import binascii
 import json
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,7 @@ def _embed(
 ) -> int:
     """Write the vectors of all texts, request by request. Returns the tokens that were computed."""
     tokens, total, size, first = 0, begun + len(texts), _FIRST_TEXTS, 0
+    asked = {**asked, "part_of": {"id": uuid.uuid4().hex, "total": len(texts)}}
     with Progress() as progress:
         while first < len(texts):
             some = _fitting(texts[first : first + size])

@@ -83,6 +83,8 @@ class PeerView(msgspec.Struct, frozen=True):
     usable_bytes: int = 0
     running: int = 0
     waiting: int = 0
+    # Requests for vectors or scores that it computes, or parts of, for itself or others.
+    vectors: int = 0
     models: list[PeerModel] = []
     address: str = ""
     rtt_ms: float | None = None

@@ -59,7 +59,8 @@ Backend = Literal["ring", "jaccl", "nccl"]
 class RingPlace(msgspec.Struct, frozen=True):
     """A worker's place among ranks that each have a part of every layer. ``port``: of this machine, where it
     listens for the rank before; ``next_port``: also of this machine, behind which the next rank is.
-    ``interface``: of this machine, at the other end of which the other rank is; for backends but the ring."""
+    ``interface``: of this machine, at the other end of which the other rank is; for backends but the ring.
+    ``daemon``: the id of the process that carries its bytes; 0 is the worker's parent."""
 
     rank: int
     size: int
@@ -67,6 +68,7 @@ class RingPlace(msgspec.Struct, frozen=True):
     next_port: int
     backend: Backend = "ring"
     interface: str = ""
+    daemon: int = 0
 
 
 class WorkerSettings(WorkerOptions, frozen=True):

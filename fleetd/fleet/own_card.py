@@ -23,7 +23,7 @@ from fleetd.limits import MIB
 from fleetd.models import file_threads
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
-from fleetd.models.memory_need import WORKING_BYTES, WeightRules, weight_need
+from fleetd.models.memory_need import WORKING_BYTES, CpuSizes, WeightRules, cpu_sizes_of, sizes_by_config
 from fleetd.models.model_store import ModelStore
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan.load_times import LoadTimes
@@ -47,6 +47,10 @@ class _FailedDigest(msgspec.Struct, frozen=True):
     reason: str
     pause_s: float
     again_s: float
+
+
+# Of a folder: its path, when it was made, and its size.
+_Key = tuple[str, float, int]
 
 
 class Readings(msgspec.Struct, frozen=True):
@@ -107,8 +111,9 @@ class CardMaker:
         self._arithmetic: dict[str, str] = {}
         self._load_times = load_times or LoadTimes()
         self._installed: list[ModelFolder] = []
-        self._digests: dict[tuple[str, float, int], str] = {}
-        self._undigested: dict[tuple[str, float, int], _FailedDigest] = {}
+        self._on_cpu: dict[_Key, CpuSizes] = {}
+        self._digests: dict[_Key, str] = {}
+        self._undigested: dict[_Key, _FailedDigest] = {}
         self._sequence = 0
         self._available_bytes = 0
         self._part_bytes = 0
@@ -139,6 +144,11 @@ class CardMaker:
             # Parts of other machines' prompts take turns with this machine's own requests.
             running=counts.running + sum(engine.assisting for engine in engines.values()),
             waiting=counts.waiting,
+            vectors=sum(
+                engine.prefilling + engine.waiting
+                for engine in engines.values()
+                if engine.shape.purpose != "chat"
+            ),
             unread_tokens=-(-self._now.unread_tokens() // _UNREAD_STEP) * _UNREAD_STEP,
             draining=self._now.draining(),
             collectives=self._now.collectives(),
@@ -172,7 +182,9 @@ class CardMaker:
         while True:
             self._look.clear()
             try:
-                self._installed, known = await file_threads.look(self._listed)
+                for_cpu = self._now.machine().accelerator == "cpu"
+                installed, on_cpu, known = await file_threads.look(self._listed, for_cpu)
+                self._installed, self._on_cpu = installed, on_cpu
                 self._digests |= known
             except (FleetError, OSError) as error:
                 log.warning("card.models_unreadable", error=str(error))
@@ -182,13 +194,22 @@ class CardMaker:
             except TimeoutError:
                 pass
 
-    def _listed(self) -> tuple[list[ModelFolder], dict[tuple[str, float, int], str]]:
-        """The models, and the digests that take no hashing: a request right after a start needs its own."""
+    def _cpu_sizes(self, folder: ModelFolder) -> CpuSizes:
+        known = self._on_cpu.get(_key(folder))
+        return known or sizes_by_config(folder.weights_bytes, folder.config)
+
+    def _listed(self, for_cpu: bool) -> tuple[list[ModelFolder], dict[_Key, CpuSizes], dict[_Key, str]]:
+        """The models, what they take on a CPU, and the digests that take no hashing: a request right after a
+        start needs its own."""
         folders = list(self._models.installed())
+        on_cpu = {
+            _key(folder): cpu_sizes_of(folder.path, folder.weights_bytes, folder.config)
+            for folder in (folders if for_cpu else ())
+        }
         self._part_bytes = self._models.part_bytes() // limits.GIB * limits.GIB
         new = [folder for folder in folders if _key(folder) not in self._digests]
         known = {_key(folder): self._known_digest(folder) for folder in new}
-        return folders, {key: digest for key, digest in known.items() if digest}
+        return folders, on_cpu, {key: digest for key, digest in known.items() if digest}
 
     def _known_digest(self, folder: ModelFolder) -> str:
         """Its digest; "" if it has to be hashed, or has just been removed."""
@@ -282,7 +303,8 @@ class CardMaker:
         self, folder: ModelFolder, rules: WeightRules, engine: EngineStatus | None, part: EngineStatus | None
     ) -> ModelCard:
         entry, files = find(folder.name), folder.shape
-        need = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
+        # Of its files, which are read on another thread.
+        need = rules.need(folder.weights_bytes, folder.config, lambda: self._cpu_sizes(folder))
         known = self._shapes.get(folder.name) or replace(files, kv_bits=self._now.kv_bits(folder.name))
         state = {"ready": "loaded", "loading": "loading"}.get(engine.state if engine else "", "installed")
         helping = part if part is not None and state == "installed" else None
@@ -349,5 +371,5 @@ def _parts(engines: Iterable[EngineStatus]) -> dict[str, EngineStatus]:
     return {e.part_of: e for e in sorted(ready, key=lambda e: e.last_layer - e.first_layer)}
 
 
-def _key(folder: ModelFolder) -> tuple[str, float, int]:
+def _key(folder: ModelFolder) -> _Key:
     return str(folder.path), folder.created_s, folder.weights_bytes

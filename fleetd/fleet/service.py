@@ -122,7 +122,7 @@ class Fleet:
         """A machine as it was before it slept: what it had loaded is still in its memory."""
         card = self.node.mesh.asleep(member.node_id) or Card(member.node_id, 0, 0)
         return Member(
-            msgspec.structs.replace(card, running=0, waiting=0),
+            msgspec.structs.replace(card, running=0, waiting=0, vectors=0),
             name,
             "It is probably asleep.",
             member.sees_prompts and self.node.allowed_here(member),

@@ -122,16 +122,19 @@ def weight_need(path: Path, on_disk: int, config: Mapping[str, Any], rules: Weig
     The config decides if the headers cannot be read; such a model is refused when it is loaded.
     """
 
-    def sizes() -> CpuSizes:
-        try:
-            states = _states(path)
-            if states or path.parent.name == PARTS:
-                return _sizes_in_files(path, states, _groups(config), plain=not is_quantised(config))
-            return sizes_by_config(on_disk, config)
-        except (ModelCorrupt, OSError):
-            return sizes_by_config(on_disk, config)
+    return rules.need(on_disk, config, lambda: cpu_sizes_of(path, on_disk, config))
 
-    return rules.need(on_disk, config, sizes)
+
+def cpu_sizes_of(path: Path, on_disk: int, config: Mapping[str, Any]) -> CpuSizes:
+    """What a folder's weights take on a CPU, by the headers of its files; by the config if these cannot be
+    read."""
+    try:
+        states = _states(path)
+        if states or path.parent.name == PARTS:
+            return _sizes_in_files(path, states, _groups(config), plain=not is_quantised(config))
+        return sizes_by_config(on_disk, config)
+    except (ModelCorrupt, OSError):
+        return sizes_by_config(on_disk, config)
 
 
 def head_bytes(path: Path, config: Mapping[str, Any], arithmetic: CpuArithmetic | Literal[""]) -> int:

@@ -99,6 +99,7 @@ def peer_view(node: Node, member: RosterMember, now: float) -> PeerView:
         usable_bytes=card.usable_bytes if card is not None else 0,
         running=card.running if card is not None else 0,
         waiting=card.waiting if card is not None else 0,
+        vectors=card.vectors if card is not None else 0,
         models=[
             PeerModel(
                 m.name,

@@ -7,11 +7,15 @@ first sealed chunk whether it may, so that nobody else can have them sent unseal
 
 The processes know ports of their own machine alone. Neither end holds more than a chunk: a rank that does
 not read makes the one that writes wait. When one of the three connections ends, so do the others.
+
+Both ports are on the loopback interface, to which every user of the machine may connect: the mouth lets in
+processes of fleetd alone, and a rank looks who came in at its port (``engine.ranks.ring``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -19,27 +23,42 @@ from collections.abc import Callable
 
 from fleetd import limits
 from fleetd.errors import FleetError
+from fleetd.process import local_peers
+from fleetd.process.observe import get_logger
 from fleetd.sealed.chunks import Role
 from fleetd.sealed.stream import SealedReceiver, SealedSender
+
+log = get_logger("fleetd.p2p.tunnel")
 
 _HERE = "127.0.0.1"
 #: Of what an end says of its link: it is private.
 PLAIN = 1
 _AGAIN_S = 0.02
+# So many strangers may wait to be sent away.
+_COMING = 16
 
 
 class Mouth:
-    """A port of this machine, behind which a process of another one is."""
+    """A port of this machine, behind which a process of another one is. ``daemon``: the id of the process
+    which may come in with those that it started, if that is not this one."""
 
-    def __init__(self) -> None:
-        self._listener = socket.create_server((_HERE, 0), backlog=1)
-        self._listener.settimeout(limits.RING_FORM_S)
+    def __init__(self, daemon: int | None = None) -> None:
+        self.daemon = os.getpid() if daemon is None else daemon
+        self._listener = socket.create_server((_HERE, 0), backlog=_COMING)
         self.port: int = self._listener.getsockname()[1]
 
     def open(self) -> socket.socket:
-        """The connection of the first process that comes; no other one is let in. Raises OSError."""
+        """The connection of the first process of fleetd that comes. No other one is let in: its bytes would
+        be the rank's. Raises OSError if none comes in time."""
+        until_s = time.monotonic() + limits.RING_FORM_S
         with self._listener:
-            return self._listener.accept()[0]
+            while True:
+                self._listener.settimeout(max(_AGAIN_S, until_s - time.monotonic()))
+                process, came_from = self._listener.accept()
+                if local_peers.is_of(self.daemon, came_from, process.getsockname()):
+                    return process
+                log.warning("tunnel.stranger", port=self.port)
+                process.close()
 
     def close(self) -> None:
         _shut(self._listener)

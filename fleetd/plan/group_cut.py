@@ -55,6 +55,11 @@ class GroupPart(msgspec.Struct, frozen=True):
     first: int
     last: int
 
+    @property
+    def weights_bytes(self) -> int:
+        """Of its layers as the machine would hold them, about."""
+        return (self.last - self.first) * self.machine.layer_bytes
+
 
 class GroupCut(msgspec.Struct, frozen=True):
     parts: tuple[GroupPart, ...]

@@ -195,7 +195,7 @@ class ModelCopies:
 
         ``name``: of the model there. Raises FleetError, as ``client.receive``.
         """
-        held = parts.find(self.part_path(node_id, digest))
+        held = await file_threads.look(parts.find, self.part_path(node_id, digest))
         if held is not None and held.has_layers(first, last):
             return
         log.info("copy.begins", peer=self._node.name_of(node_id), model=name, first=first, last=last)

@@ -92,7 +92,7 @@ class PlanService:
         over = self._placer.over(question.placement) if question.placement else ()
         tokens = question.tokens or len(question.text or "") // CHARS_PER_TOKEN
         cached = min(question.cached, tokens)
-        if (group := self._group(model, over)) is not None:
+        if (group := await self._group(model, over)) is not None:
             return _over_machines(PlanView(model.name, tokens, cached, group=group))
         ask = RouteQuestion(model.name, tokens, ANSWER_TOKENS, counted=True)
         wanted = model.wanted
@@ -118,13 +118,13 @@ class PlanService:
             view = await self._smart.plan(view, question.smart, _target(model, ways), self._policy)
         if not any(option.chosen for option in view.options):
             if model.folder is not None and self._groups is not None:
-                group = self._groups.planned(model.folder)
+                group = await self._groups.view(model.folder)
                 if group is not None:
                     return _over_machines(replace(view, group=group))
             raise _nowhere(model, whole)
         return view if model.folder is None else await self._drafting.plan(view, model.folder)
 
-    def _group(self, model: LocatedModel, over: Sequence[str]) -> GroupView | None:
+    async def _group(self, model: LocatedModel, over: Sequence[str]) -> GroupView | None:
         """How the machines that are named would hold a model, or those that have it loaded do."""
         if model.folder is None or self._groups is None:
             return None
@@ -132,7 +132,7 @@ class PlanService:
         names = {part.machine for part in loaded.parts[1:]} if loaded is not None else set()
         if loaded is not None and (not over or names == set(over)):
             return loaded
-        return self._groups.planned(model.folder, over) if over else None
+        return await self._groups.view(model.folder, over) if over else None
 
     async def added(self, question: AddedQuestion) -> AddedView:
         """How soon first tokens would come with one more machine. Nothing is loaded, asked or sent.

@@ -36,17 +36,21 @@ class Traces:
         self._number = 0
 
     def record(self, trace: Trace) -> None:
-        """Does not wait and does not raise."""
+        """Keep it, in place of an earlier one with the same id and time. Does not wait and does not raise."""
         self._ended.append(trace)
         self._number += 1
         body = _encode(trace)
 
         def write(db: sqlite3.Connection) -> None:
+            db.execute("DELETE FROM trace WHERE request_id = ? AND at_s = ?", (trace.id, trace.at_s))
             db.execute(
                 "INSERT INTO trace (request_id, at_s, body) VALUES (?, ?, ?)", (trace.id, trace.at_s, body)
             )
+            # By their count: the numbers of those that were replaced are missing.
             db.execute(
-                "DELETE FROM trace WHERE number <= (SELECT max(number) FROM trace) - ?", (limits.TRACES,)
+                "DELETE FROM trace WHERE number <= "
+                "(SELECT number FROM trace ORDER BY number DESC LIMIT 1 OFFSET ?)",
+                (limits.TRACES,),
             )
 
         try:

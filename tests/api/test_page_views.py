@@ -12,11 +12,13 @@ import browser as browsers
 import pytest
 from api_fakes import MODEL, FakeLedger, Step, engine, speak, status
 from live_daemon import until
+from msgspec.structs import replace
 from page_fakes import PageWorld, fleet_of, goto, trace
 
 from fleetd import config, limits
 from fleetd.api.control.settings_file import SettingsFile
 from fleetd.control.fleet_view import FleetView, Neighbour, PeerView
+from fleetd.control.model_facts import ModelShape
 from fleetd.control.prefill_plan import OptionView
 from fleetd.control.prefill_trace import MachineTexts, TextsWork
 from fleetd.control.smart_prefill_result import SmartPrefillResult
@@ -92,6 +94,19 @@ def test_what_is_not_known_of_a_lost_machine_is_not_shown_as_none(world: PageWor
     assert "not known now" in row
     for word in ("idle", "no model", "free", "0 B"):
         assert word not in row
+
+
+def test_a_machine_that_computes_vectors_is_not_idle(world: PageWorld) -> None:
+    fleet = fleet_of(2)
+    peers = [replace(peer, running=0, waiting=0, vectors=number) for number, peer in enumerate(fleet.peers)]
+    world.fleet.fleet = replace(fleet, peers=peers)
+    encoder = engine(shape=ModelShape(purpose="embedding"), prefilling=2)
+    world.status = lambda: status(fleet=world.fleet.fleet, engines=[encoder])
+    page = world.opened()
+    page.wait_for_selector(f".machines > li:has-text('{peers[1].name}') >> text=computes vectors")
+    page.wait_for_selector(".machines > li:first-child >> text=computes vectors")
+    page.wait_for_selector(".machines > li >> text=idle")
+    assert page.locator(".picture .edge.busy").count() == 1
 
 
 @pytest.mark.parametrize(("others", "drawn"), [(0, 0), (1, 0), (2, 1), (12, 1)])

@@ -76,6 +76,7 @@ def test_each_line_has_a_line_of_json_in_their_order(vectors: FakeDaemon, run: R
     assert np.array(first["embedding"], np.float32).tobytes() == vector(1)
     assert (second["id"], second["sha256"], second["model"]) == ("stdin:3", sha256("two"), "minilm")
     body = vectors.seen[-1].body
+    assert body.pop("part_of")["total"] == 2
     assert body == {"model": "minilm", "input": ["one", "two"], "stream": True, "encoding_format": "base64"}
 
 
@@ -88,6 +89,7 @@ def test_each_file_is_a_text_and_every_option_reaches_the_daemon(
     done = run("embed", str(tmp_path / "a.txt"), *options, home=vectors.home)
     assert done.returncode == Exit.OK
     assert json.loads(done.stdout)["id"] == str(tmp_path / "a.txt")
+    assert vectors.seen[-1].body.pop("part_of")["total"] == 1
     assert vectors.seen[-1].body == {
         "model": "other",
         "input": ["one\ntwo\n"],
@@ -98,6 +100,18 @@ def test_each_file_is_a_text_and_every_option_reaches_the_daemon(
         "stream": True,
         "encoding_format": "base64",
     }
+
+
+def test_all_requests_of_a_run_are_parts_of_one_job(
+    vectors: FakeDaemon, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vectors.on("POST", EMBED, reply(*range(64)), reply(1, 2))
+    texts = "\n".join(f"line {number}" for number in range(66))
+    assert run("embed", "--lines", home=vectors.home, stdin=texts).returncode == Exit.OK
+    parts = [seen.body["part_of"] for seen in vectors.seen if seen.path == EMBED]
+    assert len(parts) == 2
+    assert parts[0] == parts[1]
+    assert parts[0]["total"] == 66
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.npy"])

@@ -359,6 +359,16 @@ def test_a_configured_address_that_does_not_answer_is_told_with_its_reason() -> 
     assert "10.0.0.9:8115, named in the settings: Nothing listens there. Start it." in render(fleet, None)
 
 
+def test_a_machine_that_computes_vectors_is_not_idle() -> None:
+    peer = {**FLEET["peers"][0], "running": 0, "waiting": 0, "models": []}
+    shown = page({**FLEET, "peers": [{**peer, "vectors": 2}]}, None)
+    assert " vectors " in shown
+    assert " idle " not in shown
+    assert "vectors: computes vectors or scores of texts" in shown
+    both = page({**FLEET, "peers": [{**peer, "vectors": 2, "running": 1}]}, None)
+    assert "1+0, vectors" in both
+
+
 def test_a_legend_explains_only_what_is_there() -> None:
     idle = {**FLEET["peers"][0], "running": 0, "waiting": 0, "models": []}
     assert "LOAD:" not in page({**FLEET, "peers": [idle]}, None)

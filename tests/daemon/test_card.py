@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from files_off_the_loop import files_off_the_loop
 from msgspec.structs import replace
 from nested_fields import changed
 
@@ -127,6 +128,26 @@ async def test_a_card_tells_the_room_for_layers_of_others_in_gib() -> None:
     daemon = CardDaemon()
     await daemon.listed()
     assert daemon.maker.card().part_bytes == 5 * GIB
+
+
+@pytest.mark.one_loop
+async def test_a_card_tells_of_vectors_that_are_computed_and_counts_them_as_no_prompt() -> None:
+    daemon = CardDaemon()
+    encoder = changed(LOADED.shape, purpose="embedding")
+    daemon.engines = [
+        engine(1, prefilling=1, waiting=2),
+        engine(2, model="minilm", shape=encoder, prefilling=2, waiting=1),
+    ]
+    card = daemon.maker.card()
+    assert (card.vectors, card.running, card.waiting) == (3, 0, 0)
+
+
+@pytest.mark.one_loop
+async def test_a_card_is_made_without_a_look_at_the_models_files() -> None:
+    daemon = CardDaemon(rules=WeightRules("cpu", budget_bytes=1 << 40))
+    with files_off_the_loop(FOLDER.path):
+        await daemon.listed()
+        assert daemon.model.memory_bytes
 
 
 @pytest.mark.one_loop

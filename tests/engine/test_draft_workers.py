@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from drafting import answer, drafted, following
 from msgspec.structs import replace
+from own_resources import POOL_THREADS, grown, of_worker
 from request_events import RequestEvents
-from sharing import VOCAB, prompt, resources, settle, workers, write
+from sharing import VOCAB, prompt, settle, workers, write
 
 from fleetd import limits
 from fleetd.engine.daemon_side.supervisor import EngineProcess
@@ -108,7 +109,7 @@ async def test_ending_either_side_leaves_nothing_behind(model: Path) -> None:
     async with workers(model, 2, speculation="on") as (home, drafter):
         await drafted(home, drafter, request("warm"))
         await settle(lambda: free(home, drafter))
-        before = resources(home), resources(drafter)
+        before = of_worker(home.pid), of_worker(drafter.pid)
         for number in range(2):
             # The answer: the drafter notices by its stream.
             asked = request(f"answer{number}", number, max_tokens=3000)
@@ -121,8 +122,11 @@ async def test_ending_either_side_leaves_nothing_behind(model: Path) -> None:
             told, _ = await drafted(home, drafter, asked, leave=True)
             assert told.numbers == await plain(home, asked)
         # What they last told may be of before the drafter was let go.
-        now = lambda: (resources(home)[0], resources(drafter)[0])  # noqa: E731
-        await settle(lambda: free(home, drafter) and now()[0] <= before[0][0] and now()[1] <= before[1][0])
+        more = lambda: [  # noqa: E731
+            grown(of_worker(engine.pid), held, POOL_THREADS)
+            for engine, held in zip((home, drafter), before, strict=True)
+        ]
+        await settle(lambda: free(home, drafter) and not any(more()))
         await _refused(drafter)
 
 

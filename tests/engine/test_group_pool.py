@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -11,19 +12,20 @@ from typing import Any
 
 import pytest
 from asking import folder_of
+from files_off_the_loop import files_off_the_loop
 from hub_outlines import outline
 from sharing import LAYERS, write
 
 from fleetd import limits
 from fleetd.control.prefill_trace import GroupStage
-from fleetd.engine.daemon_side import pool as pool_module
 from fleetd.engine.daemon_side.group_front import GroupFront, GroupLife
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import Loading
 from fleetd.engine.settings import GroupMember
 from fleetd.errors import FleetError, GroupLost, ModelUnsupported, NoMachine
-from fleetd.models import memory_need
+from fleetd.models import memory_need, model_sizes
 from fleetd.models.folder import ModelFolder
+from fleetd.models.model_sizes import ModelSizes
 from fleetd.models.weights import weight_files
 
 pytestmark = pytest.mark.one_loop
@@ -81,6 +83,27 @@ async def test_layers_for_another_machine_do_not_wait_for_a_group_that_is_formed
         made[0].lost.set()
         with pytest.raises(GroupLost, match="kitchen has left"):
             await loading
+    finally:
+        await pool.close()
+
+
+@pytest.mark.parametrize("over", [["kitchen"], []])
+async def test_a_model_is_loaded_without_a_look_at_its_files_on_the_loop(
+    tmp_path: Path, over: list[str]
+) -> None:
+    folder, made = folder_of(write(tmp_path / "tiny")), list[FormingGroup]()
+
+    def groups(_folder: ModelFolder, sizes: ModelSizes, over: Sequence[str]) -> FormingGroup:
+        assert len(sizes.each_layer(sizes.need.arithmetic).layers) == LAYERS
+        made.append(FormingGroup(over))
+        made[-1].lost.set()
+        return made[-1]
+
+    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30), groups=groups)
+    try:
+        with files_off_the_loop(folder.path), contextlib.suppress(GroupLost):
+            await pool.load(folder, over)
+        assert bool(made) == bool(over)
     finally:
         await pool.close()
 
@@ -313,7 +336,7 @@ async def test_a_disk_that_hangs_when_a_model_is_to_load_holds_up_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, other = folder_of(write(tmp_path / "slow"), "slow"), folder_of(write(tmp_path / "other"), "other")
-    asked, answers, sizes = threading.Event(), threading.Event(), pool_module.weight_need
+    asked, answers, sizes = threading.Event(), threading.Event(), model_sizes.weight_need
 
     def hangs(path: Path, *given: Any) -> Any:
         if path == slow.path and not answers.is_set():
@@ -321,7 +344,7 @@ async def test_a_disk_that_hangs_when_a_model_is_to_load_holds_up_nothing_else(
             assert answers.wait(100)
         return sizes(path, *given)
 
-    monkeypatch.setattr(pool_module, "weight_need", hangs)
+    monkeypatch.setattr(model_sizes, "weight_need", hangs)
     pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30))
     try:
         loading = asyncio.create_task(pool.load(slow))

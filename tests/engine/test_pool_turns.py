@@ -211,3 +211,72 @@ async def test_a_request_that_waits_for_its_ended_model_does_not_hold_the_turn(
     assert await asked == HELLO
     await pool.load(second)
     assert "second" in loaded(pool)
+
+
+async def turn_ends(pool: EnginePool) -> None:
+    """Wait until the first model is to give way."""
+    while (turns := pool._turns) is None or turns.allowed:  # noqa: ASYNC110  (the pool announces nothing)
+        await asyncio.sleep(0)
+
+
+async def test_who_asks_for_a_model_that_gives_way_does_not_put_off_the_one_that_waits(
+    make_pool: MakePool, first: ModelFolder, second: ModelFolder
+) -> None:
+    pool = make_pool()
+    began, waits = asyncio.Event(), asyncio.Event()
+    order: list[str] = []
+
+    async def answered(folder: ModelFolder, name: str) -> None:
+        async for event in pool.stream(folder, ask("<hello>", name)):
+            if isinstance(event, Loading) and event.stage == "waiting for a model that has to make room":
+                waits.set()
+        order.append(name)
+
+    async def scores() -> None:
+        async with pool.in_turn(first, second):
+            await use(pool, first)
+            began.set()
+
+    early = pool.stream(first, ask("<count>", "early"))
+    scoring = asyncio.create_task(scores())
+    await began.wait()
+    while isinstance(await anext(early), Loading):
+        pass
+    await turn_ends(pool)
+    # It is loaded and could answer: whoever comes now and later would keep it for ever.
+    late = asyncio.create_task(answered(first, "late"))
+    waiting = asyncio.create_task(waits.wait())
+    await asyncio.wait({late, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    assert waits.is_set(), "it was answered, and more could be for ever"
+    assert loaded(pool) == ["first"]
+    assert not pool.holds(first, 0, 1)
+    async for _ in early:
+        pass
+    await scoring
+    await answered(second, "second")
+    await late
+    assert order == ["second", "late"]
+
+
+async def test_a_model_that_waited_for_a_turn_does_not_wait_for_the_next(
+    make_pool: MakePool, chain_path: Path, first: ModelFolder, second: ModelFolder
+) -> None:
+    pool, third = make_pool(), folder_of(chain_path, "third")
+    waits = asyncio.Event()
+
+    async def loads_third() -> None:
+        async for _ in pool.loading(third):
+            waits.set()
+
+    async with pool.in_turn(first, second):
+        asked = asyncio.create_task(loads_third())
+        await waits.wait()
+    ending = pool._second
+    assert ending is not None
+    await ending
+    with pytest.raises(Overloaded, match="another model is to be loaded first"):
+        async with pool.in_turn(first, second):
+            pytest.fail("a model that waits waited for one turn more")
+    await asked
+    async with pool.in_turn(first, second):
+        assert loaded(pool) == ["third"]

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import pytest
 from rank_workers import free_ports, places
+from strangers import Stranger
 
 from fleetd import limits
 from fleetd.engine.failures import MemberLost
@@ -173,6 +175,45 @@ def test_what_a_backend_fails_with_is_a_rank_that_is_lost(monkeypatch: pytest.Mo
     monkeypatch.setattr(mx.distributed, "init", fails)
     with pytest.raises(MemberLost, match="could not be formed"):
         ring.joined(place("nccl"), PassProgress.alone())
+
+
+_JOINS = """
+import sys
+import msgspec
+from fleetd.engine.failures import MemberLost
+from fleetd.engine.measure.pass_progress import PassProgress
+from fleetd.engine.ranks import ring
+from fleetd.engine.settings import RingPlace
+
+try:
+    ring.joined(msgspec.json.decode(sys.argv[1], type=RingPlace), PassProgress.alone())
+    print("It is in the ring.")
+except MemberLost as lost:
+    print(lost.error.message)
+"""
+
+
+def test_a_stranger_that_comes_in_at_the_port_of_a_rank_ends_it() -> None:
+    """MLX takes the first process that connects; its numbers would be in every sum."""
+    own = place("ring", 0, daemon=os.getpid())
+    with socket.create_server(("127.0.0.1", own.next_port), reuse_port=True), Stranger(own.port) as stranger:
+        rank = [sys.executable, "-c", _JOINS, msgspec.json.encode(own).decode()]
+        said = subprocess.run(rank, stdout=subprocess.PIPE, text=True, check=True).stdout
+        assert stranger.says() == "in"
+    assert "a process that is not fleetd's came in" in said
+
+
+def test_rdma_does_not_speak_with_a_stranger() -> None:
+    own = place("jaccl", 1)
+    before = RingPlace(0, 2, own.next_port, own.port)
+    with Stranger(own.port) as stranger, ThreadPoolExecutor(2) as threads:
+        opening = threads.submit(SideChannel.open, own)
+        assert stranger.says() == "in"
+        other = threads.submit(SideChannel.open, before)
+        channels = [opening.result(60), other.result(60)]
+        assert stranger.says() == "out 0"
+        for channel in channels:
+            channel.close()
 
 
 @pytest.mark.parametrize("said", ["[ring] Receiving failed", "[jaccl] No IPv4-mapped GID", "NCCL error 2"])

@@ -766,8 +766,8 @@ def in_two(monkeypatch: pytest.MonkeyPatch) -> list[EngineProcess]:
     """Every model is loaded by two workers; all that were made."""
     one, made = EnginePool._new_workers, list[EngineProcess]()
 
-    def two(pool: EnginePool, wanted: Any, drafter: Any) -> list[EngineProcess]:
-        made.extend(workers := [*one(pool, wanted, drafter), *one(pool, wanted, drafter)])
+    def two(pool: EnginePool, *given: Any) -> list[EngineProcess]:
+        made.extend(workers := [*one(pool, *given), *one(pool, *given)])
         return workers
 
     monkeypatch.setattr(EnginePool, "_new_workers", two)

@@ -6,18 +6,18 @@ Whatever happens to a helper, the answer is the one that this machine gives alon
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from own_resources import POOL_THREADS, grown, of_worker
 from request_events import RequestEvents
 from sharing import (
     CHUNK,
     LAYERS,
     Sharing,
-    holds_no_more,
     prompt,
-    resources,
     settle,
     split_of,
     workers,
@@ -70,13 +70,18 @@ def idle(*engines: EngineProcess) -> bool:
     return all(status.kv_bytes == status.assisting == status.prefilling == 0 for status in seen)
 
 
-async def warm(engine: EngineProcess) -> tuple[int, int]:
+async def warm(engine: EngineProcess) -> dict[str, int]:
     """Its resources once the threads that its first requests start are there.
 
     Attention's own start one by one, when there are more blocks of queries than idle threads.
     """
     await alone(engine, prompt("warm", 1500, seed=99))
-    return resources(engine)
+    return of_worker(engine.pid)
+
+
+def held_no_more(engines: Sequence[EngineProcess], before: Sequence[dict[str, int]]) -> bool:
+    held = [of_worker(engine.pid) for engine in engines]
+    return not any(grown(*each, POOL_THREADS) for each in zip(held, before, strict=True))
 
 
 async def refused(engine: EngineProcess, assist: AssistPrefill) -> Exception | None:
@@ -125,7 +130,7 @@ async def test_a_shared_prefill_gives_the_answer_of_this_machine_alone(model: Pa
         else:
             pytest.fail("nothing that a helper sent was verified before it was given up")
         await settle(lambda: idle(home, *helpers))
-        await settle(lambda: all(map(holds_no_more, (home, *helpers), before)))
+        await settle(lambda: held_no_more((home, *helpers), before))
 
 
 async def _given_up_midway(home: EngineProcess, helper: EngineProcess, name: str, seed: int) -> int:
@@ -266,7 +271,7 @@ async def test_cancelling_either_side_leaves_nothing_behind(model: Path) -> None
                 task.cancel()
             await asyncio.wait(sharing.tasks)
         await settle(lambda: idle(home, helper))
-        await settle(lambda: all(map(holds_no_more, (home, helper), before)))
+        await settle(lambda: held_no_more((home, helper), before))
 
 
 async def test_numbers_of_another_accelerator_are_never_part_of_an_exact_answer(model: Path) -> None:
@@ -327,7 +332,7 @@ async def test_a_worker_with_some_layers_helps_and_answers_nothing(model: Path) 
         await asked.end()
         assert asked.told.error is not None
         assert "some of the model's layers" in asked.told.error.message
-        before = resources(part)
+        before = of_worker(part.pid)
         sharing = Sharing(home, [part], prompt("r", 600))
         told = await sharing.run("layers")
         assert told.shared.code == ""
@@ -339,4 +344,4 @@ async def test_a_worker_with_some_layers_helps_and_answers_nothing(model: Path) 
             AssistPrefill("all layers", Split("tokens", (0, 320, 600), LAYERS, 0, 600, CHUNK), 0),
         ):
             assert "here are 0 to 2" in str(await refused(part, assist))
-        await settle(lambda: idle(part) and holds_no_more(part, before))
+        await settle(lambda: idle(part) and held_no_more((part,), (before,)))

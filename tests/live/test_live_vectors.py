@@ -181,6 +181,21 @@ def test_a_client_that_leaves_ends_the_work_on_every_machine(loaded: LiveFleet) 
     until(lambda: all(_idle(loaded[name]) for name in ("alpha", "beta")), 60)
 
 
+def test_others_see_that_a_machine_computes_vectors_for_another(loaded: LiveFleet) -> None:
+    def at_work() -> bool:
+        peers = {peer["name"]: peer for peer in loaded["gamma"].status()["fleet"]["peers"]}
+        return peers["beta"]["vectors"] > 0
+
+    body = {"model": MINILM, "input": TEXTS * 60}
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(post, loaded["alpha"], "/v1/embeddings", body)
+        until(lambda: at_work() or asked.done(), 120)
+        assert not asked.done(), "it was idle in the eyes of others"
+        assert "vectors" in _fleetctl(loaded["gamma"], "peers")
+        assert asked.result()[0] == 200
+    until(lambda: not at_work(), 60)
+
+
 def _idle(daemon: LiveDaemon) -> bool:
     """True if no engine of the daemon has had a request for longer than there is between two parts."""
     return all(engine["idle_s"] > 2 for engine in daemon.status()["engines"])

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from strangers import Stranger
 
 from fleetd import limits
 from fleetd.p2p.tunnel import LocalPort, Mouth, Tunnel
@@ -159,6 +160,19 @@ def test_only_the_first_to_come_is_let_in(ends: TunnelEnds) -> None:
                 other.recv(1)
         else:
             assert refused in (errno.ECONNREFUSED, errno.ECONNRESET)
+
+
+def test_a_process_that_is_not_ours_is_sent_away_and_the_rank_comes_in_after_it(ends: TunnelEnds) -> None:
+    with Stranger(ends.mouth.port) as stranger:
+        assert stranger.says() == "in"
+        # Nothing of the ring came to it.
+        assert stranger.says() == "out 0"
+        here, there = ends.connected()
+        here.sendall(SECRET)
+        assert read(there, len(SECRET)) == SECRET
+        there.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            there.recv(1)
 
 
 def test_a_port_that_is_held_is_given_to_no_other_process() -> None:

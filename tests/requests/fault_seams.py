@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 from asking import GREEDY
+from own_resources import POOL_THREADS, grown, of_worker
 from request_events import RequestEvents
-from sharing import holds_no_more, resources
 from wire import Effect
 
 from fleetd.control.model_facts import MeasuredSpeed
@@ -89,7 +89,7 @@ class FaultMachine:
     folder: Any
     killed: EngineProcess | None = None
     # Of its worker, when it had nothing to do; by process, of which a later one may have the number again.
-    baseline: dict[psutil.Process, tuple[int, int]] = field(default_factory=dict)
+    baseline: dict[psutil.Process, dict[str, int]] = field(default_factory=dict)
 
     @property
     def node_id(self) -> str:
@@ -134,7 +134,7 @@ class FaultMachine:
         if worker not in self.baseline:
             await self.alone(request("warm", 10, -1))
             await settled(self.idle, f"{self.name} has just answered alone")
-            self.baseline[worker] = resources(self.engine)
+            self.baseline[worker] = of_worker(self.engine.pid)
 
     def idle(self) -> bool:
         if self.engine is None:
@@ -146,10 +146,10 @@ class FaultMachine:
 
     def spare(self) -> bool:
         """True if its worker holds no more than before anything happened."""
-        return self.engine is not None and holds_no_more(self.engine, self._before)
+        return self.engine is not None and not grown(of_worker(self.engine.pid), self._before, POOL_THREADS)
 
     @property
-    def _before(self) -> tuple[int, int]:
+    def _before(self) -> dict[str, int]:
         assert self.engine is not None
         return self.baseline[psutil.Process(self.engine.pid)]
 
@@ -162,7 +162,7 @@ class FaultMachine:
             await settled(self.spare, "")
         except AssertionError:
             assert self.engine is not None
-            what = f"{self.name}'s worker has descriptors and threads {resources(self.engine)}, and had "
+            what = f"{self.name}'s worker has {of_worker(self.engine.pid)}, and had "
             what += str(self._before)
             raise AssertionError(what) from None
 

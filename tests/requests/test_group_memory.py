@@ -18,7 +18,7 @@ from sharing_fakes import DIGEST, HelperMachine, HomePartners, machines, own_car
 from fleetd import limits
 from fleetd.engine.protocol import HOP_IN, HOP_OUT, STAGE, Accepted, Event, ServeStage, StreamTag
 from fleetd.engine.settings import GroupMember, WorkerSettings
-from fleetd.errors import InvalidValue, NotFound, OutOfMemory, PeerUnreachable
+from fleetd.errors import GroupLost, InvalidValue, NotFound, OutOfMemory, PeerUnreachable
 from fleetd.models.folder import ModelFolder, read_folder
 from fleetd.models.memory_need import WeightRules, layer_bytes
 from fleetd.p2p.link_prober import Invitation
@@ -57,9 +57,11 @@ class StageWorker:
 
 
 class StagePool:
-    """Loads at once what it is asked for; ``used``: the parts that are held now."""
+    """Loads what it is asked for, at once or when ``loads`` is set; ``used``: the parts that are held now."""
 
     def __init__(self) -> None:
+        self.loads = asyncio.Event()
+        self.loads.set()
         self.used: list[tuple[int, int]] = []
         self.worker = StageWorker(0, 0)
 
@@ -70,6 +72,7 @@ class StagePool:
         self.used.append((first, last))
         try:
             await asyncio.sleep(0)
+            await self.loads.wait()
             self.worker = StageWorker(first, last)
             yield self.worker
         finally:
@@ -120,14 +123,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     return read_folder(path, name="m", source="folder", revision=None)
 
 
-def group(front: Node, *members: Node) -> FleetGroup:
+def group(front: Node, *members: Node, **options: Any) -> FleetGroup:
     """A layer on each machine, this one first."""
     names = [(front.identity.node_id, front.name), *((node.identity.node_id, node.name) for node in members)]
     parts = [
         GroupPart(GroupMachine(node_id, name, 1 << 30, 1e9, 1000), number, number + 1)
         for number, (node_id, name) in enumerate(names)
     ]
-    return FleetGroup(HomePartners(front), "m", DIGEST, GroupCut(tuple(parts), 16))
+    return FleetGroup(HomePartners(front), "m", DIGEST, GroupCut(tuple(parts), 16), **options)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -180,6 +183,31 @@ async def test_a_machine_without_room_is_named_and_the_others_give_theirs_back(
         with pytest.raises(OutOfMemory, match=r"helper1: Layers 2 to 3 of m need .* promised to no group"):
             async with asyncio.timeout(WITHIN_S):
                 await made.form(lambda told: None)
+        made.close()
+        await until_idle(members)
+        for member in members:
+            await member.server.close()
+
+
+async def test_a_member_that_is_alive_and_never_loads_ends_the_group_and_its_promise(
+    tmp_path: Path, folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "GROUP_LOAD_S", 3 * limits.GROUP_BEAT_S)
+    async with machines(tmp_path, 2) as (home, helpers):
+        members = [MemberMachine(helper, folder, folder.weights_bytes) for helper in helpers]
+        members[1].pool.loads = asyncio.Event()
+        lost: list[str] = []
+        made = group(
+            home,
+            *(member.node for member in members),
+            failed=lambda node_id, error: lost.append(node_id),
+            load_s=lambda part: 0.0,
+        )
+        with pytest.raises(GroupLost, match="helper1: It says that it is alive, and gets no further"):
+            async with asyncio.timeout(WITHIN_S):
+                await made.form(lambda told: None)
+        assert lost == [members[1].node.identity.node_id]
+        assert members[1].promised.outstanding_bytes
         made.close()
         await until_idle(members)
         for member in members:
@@ -288,6 +316,6 @@ def test_of_layers_that_are_copied_first_the_bytes_that_came_are_said() -> None:
     asked = _AskedMember(GroupPart(machine, 15, 30), GroupMember(15, 30, "m1", "kitchen"))
     said = []
     for told in (StageTold("copying", 4, 10), StageTold("verifying"), StageTold("reading", 1, 2)):
-        asked.hear(told)
+        asked.hear(told, 0.0)
         said.append((asked.progress.stage, asked.progress.done_bytes, asked.progress.total_bytes))
     assert said == [("copying", 4, 10), ("verifying", 0, 1500), ("reading", 750, 1500)]

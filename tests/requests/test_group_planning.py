@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_architectures
+from files_off_the_loop import files_off_the_loop
 from member_cards import FACTS, OWN, machine
 from member_cards import MODEL as CARD
 from msgspec.structs import replace
@@ -20,9 +21,13 @@ from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.protocol import Generate, TextPrompt
 from fleetd.errors import FleetError, InvalidValue, NoMachine, OutOfMemory
 from fleetd.limits import GIB
+from fleetd.models import model_sizes
 from fleetd.models.folder import ModelFolder, read_folder
 from fleetd.models.memory_need import WORKING_BYTES, WeightRules
+from fleetd.models.model_sizes import ModelSizes
 from fleetd.p2p.membership.cards import Card, MachineFacts
+from fleetd.plan import chip_speeds
+from fleetd.plan.group_cut import GroupMachine, GroupPart
 from fleetd.plan.measured_cut import LEAST_STEPS
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.groups.planning import FleetGroups
@@ -68,10 +73,33 @@ def placed(placement: list[str], *others: Member, local_only: bool = False, **se
     return placer(*others, **settings).choose(job, wanted, tried=frozenset(), why=None)
 
 
+def sizes(folder: ModelFolder) -> ModelSizes:
+    return model_sizes.read(folder, WeightRules("cpu", "float32", available=False, budget_bytes=8 * GIB))
+
+
 def view_of(made: FleetGroups, folder: ModelFolder, *over: str) -> GroupView:
-    view = made.planned(folder, over)
+    view = made.planned(folder, sizes(folder), over)
     assert view is not None
     return view
+
+
+@pytest.mark.one_loop
+async def test_machines_are_planned_without_a_look_at_files_on_the_loop(folder: ModelFolder) -> None:
+    with files_off_the_loop(folder.path):
+        view = await groups(other("studio"), other("kitchen")).view(folder)
+    assert view is not None
+    assert len(view.parts) == 3
+
+
+def test_a_load_of_a_part_is_expected_by_what_loads_took_there() -> None:
+    slow = other("studio", digest="d")
+    slow = replace(slow, card=replace(slow.card, models=[replace(slow.card.models[0], load_s=4000.0)]))
+    made = groups(slow)
+    weights = slow.card.models[0].shape.weights_bytes
+    half = GroupPart(GroupMachine(slow.node_id, "studio", 8 * GIB, 1e9, weights // 4), 2, 4)
+    assert made._load_s("d", half) == pytest.approx(2000.0)
+    # Of other files nothing was measured.
+    assert made._load_s("e", half) == chip_speeds.load_s(weights // 2)
 
 
 # ---- named by a request ----------------------------------------------------------------------------------
@@ -122,14 +150,15 @@ def test_where_prompts_stay_by_the_settings_other_machines_are_not_even_known() 
 
 def test_a_machine_without_the_files_or_room_is_refused_by_name(folder: ModelFolder) -> None:
     with pytest.raises(NoMachine, match="studio has no model with these files") as caught:
-        groups(other("studio", digest="e")).planned(folder, ["studio"])
+        groups(other("studio", digest="e")).planned(folder, sizes(folder), ["studio"])
     assert "fleetctl models pull big" in (caught.value.hint or "")
+    made = groups(other("studio"), other("kitchen", room=1000))
     with pytest.raises(OutOfMemory, match="kitchen has no room for a single layer"):
-        groups(other("studio"), other("kitchen", room=1000)).planned(folder, ["studio", "kitchen"])
+        made.planned(folder, sizes(folder), ["studio", "kitchen"])
     with pytest.raises(NoMachine, match="does not know yet which files"):
-        groups(other("studio"), card=own("")).planned(folder, ["studio"])
+        groups(other("studio"), card=own("")).planned(folder, sizes(folder), ["studio"])
     with pytest.raises(NoMachine, match="garage has left"):
-        groups(other("studio")).planned(folder, ["garage"])
+        groups(other("studio")).planned(folder, sizes(folder), ["garage"])
 
 
 # ---- planned ---------------------------------------------------------------------------------------------
@@ -180,7 +209,7 @@ def test_what_is_missing_is_said(folder: ModelFolder) -> None:
 
 
 def test_without_others_to_ask_there_is_no_group(folder: ModelFolder) -> None:
-    assert groups().planned(folder) is None
+    assert groups().planned(folder, sizes(folder)) is None
 
 
 def test_the_terminal_shows_parts_speed_and_reason(folder: ModelFolder) -> None:

@@ -15,7 +15,7 @@ from fleetd import limits
 from fleetd.control.model_facts import MeasuredSpeed, ModelShape
 from fleetd.errors import DownloadFailed, NoMachine, ProtocolError
 from fleetd.limits import GIB
-from fleetd.models import hub_parts
+from fleetd.models import hub_parts, model_sizes
 from fleetd.models.folder import ModelFolder, read_folder
 from fleetd.models.memory_need import WORKING_BYTES, WeightRules
 from fleetd.models.safetensors_write import PlannedTensor, write_safetensors
@@ -65,7 +65,7 @@ def planned(folder: ModelFolder, *others: Member) -> GroupPlan | None:
     members = Members(lambda: others, lambda: own)
     partners: Any = None
     rules = WeightRules("metal", budget_bytes=8 << 20)
-    return FleetGroups(partners, members, lambda: rules).plan(folder, "")
+    return FleetGroups(partners, members, lambda: rules).plan(folder, model_sizes.read(folder, rules))
 
 
 def parts(found: GroupPlan | None) -> dict[str, int]:
@@ -125,7 +125,7 @@ def planned_in_part(
     members = Members(lambda: others, lambda: own)
     partners: Any = None
     rules = WeightRules("metal", budget_bytes=8 << 20)
-    return FleetGroups(partners, members, lambda: rules).plan(folder, "", over)
+    return FleetGroups(partners, members, lambda: rules).plan(folder, model_sizes.read(folder, rules), over)
 
 
 def test_a_model_in_part_is_cut_by_its_outline_and_every_machine_fetches(in_part: ModelFolder) -> None:
@@ -167,9 +167,10 @@ def test_a_named_machine_that_failed_lately_is_asked_again(in_part: ModelFolder)
     own, digest = Card("here", 1, 1, machine=M4, part_bytes=GIB), hub_parts.read(in_part.path).listing.digest
     members = Members(lambda: [machine("bare", part_bytes=GIB)], lambda: own)
     partners: Any = None
-    groups = FleetGroups(partners, members, lambda: WeightRules("metal", budget_bytes=8 << 20))
+    rules = WeightRules("metal", budget_bytes=8 << 20)
+    groups = FleetGroups(partners, members, lambda: rules)
     members.failed("bare", "prefill", DownloadFailed("The hub could not be reached."), digest)
-    assert parts(groups.plan(in_part, "", ("bare",))) == {"this": 4, "bare": 4}
+    assert parts(groups.plan(in_part, model_sizes.read(in_part, rules), ("bare",))) == {"this": 4, "bare": 4}
 
 
 def test_attack_a_peer_names_something_else_as_a_repository() -> None:

@@ -11,9 +11,10 @@ import pytest
 from fleetd import limits
 from fleetd.engine.protocol import CONNECTING, WAITING
 from fleetd.errors import FleetError, GroupLost, ModelUnsupported, OutOfMemory, PeerLost
+from fleetd.p2p.link_prober import Invitation
 from fleetd.requests.ranks import messages
 from fleetd.requests.ranks.client import FleetRanks, RankMachine
-from fleetd.requests.ranks.messages import RankTold
+from fleetd.requests.ranks.messages import NextRank, RankTold
 from fleetd.requests.remote.message_codec import ALIVE
 
 pytestmark = pytest.mark.one_loop
@@ -68,6 +69,30 @@ class LivingStream:
 
     def cancel(self) -> None:
         pass
+
+
+async def test_a_rank_that_reads_its_weights_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "RANKS_LOAD_S", 0.01)
+    partners: Any = None
+    ranks = FleetRanks(partners, "tiny", "digest", [RankMachine("node", "kitchen")], 2, 64)
+    engine: Any = SimpleNamespace(facts=None, loading=SimpleNamespace(stage="reading"))
+    stream: Any = LivingStream()
+    ranks._ranks[0].stream = stream
+    with pytest.raises(GroupLost, match="kitchen: It says that it is alive, and gets no further"):
+        await ranks.connect(engine)
+    ranks.close()
+
+
+async def test_a_machine_that_never_says_where_a_rank_is_expected_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "LOAD_STALL_S", 0.01)
+    partners: Any = SimpleNamespace(request=lambda *_: LivingStream())
+    ranks = FleetRanks(partners, "tiny", "d" * 64, [RankMachine("node", "kitchen")], 2, 64)
+    following = NextRank("this", Invitation(bytes(32), bytes(32)))
+    with pytest.raises(GroupLost, match="kitchen: It says that it is alive, and gets no further"):
+        await ranks._asked(ranks._ranks[0], 1, following)
+    ranks.close()
 
 
 async def test_ranks_that_all_wait_for_each_other_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

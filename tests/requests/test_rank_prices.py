@@ -18,6 +18,7 @@ from fleetd.control.model_change import ModelDone
 from fleetd.engine.protocol import Loading
 from fleetd.errors import FleetError, GroupLost, Overloaded
 from fleetd.limits import GIB
+from fleetd.models import model_sizes
 from fleetd.models.folder import ModelFolder, read_folder
 from fleetd.models.memory_need import WORKING_BYTES, WeightRules
 from fleetd.p2p.membership.cards import Card
@@ -57,7 +58,7 @@ def view(
     rules = WeightRules("cpu", "float32", available=False, budget_bytes=8 * GIB)
     prices = RankPrices(members, sums, ranks.check, exact=exact)
     groups = FleetGroups(None, members, lambda: rules, divided=prices)  # type: ignore[arg-type]
-    found = groups.planned(folder, names)
+    found = groups.planned(folder, model_sizes.read(folder, rules), names)
     assert found is not None
     return found
 
@@ -154,13 +155,17 @@ def loaded(
     over: Sequence[str] = ("beta",),
 ) -> ModelDone:
     planned = GroupView(tok_s=1.0, divided=DividedView(chosen=chosen, why="It is faster."))
+
+    async def _as_planned(*_: Any) -> GroupView:
+        return planned
+
     operations: Any = ModelOperations(
         OneFolderStore(folder),  # type: ignore[arg-type]
         pool,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
         lambda ref: pytest.fail("nothing is pulled"),
         lambda: None,
-        lambda *_: planned,
+        _as_planned,
     )
     events = asyncio.run(collect(operations.run("load", MODEL, over or None, split)))
     assert isinstance(events[-1], ModelDone)

@@ -77,6 +77,24 @@ def test_only_so_many_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) ->
     assert [found.id for found in traces.newest(10).traces] == ["r4", "r3", "r2"]
 
 
+def test_what_goes_on_takes_the_place_of_what_it_was_and_pushes_no_other_out(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "TRACES", 3)
+    traces = Traces(store)
+    traces.record(trace("before"))
+    for number in range(10):
+        traces.record(replace(trace("long", 2.0), took_s=float(number)))
+        if number == 4:
+            traces.record(trace("meanwhile"))
+    found = traces.newest(10).traces
+    assert [each.id for each in found] == ["long", "meanwhile", "before"]
+    assert found[0].took_s == 9.0
+    # Another request under the same name is another one.
+    traces.record(trace("long", 3.0))
+    assert [each.id for each in traces.newest(10).traces] == ["long", "long", "meanwhile"]
+
+
 def test_a_disk_that_fails_costs_a_line_in_the_log_and_nothing_else(tmp_path: Path) -> None:
     clock = iter([0.0, 1.0, 2.0, limits.REPEAT_LOG_S + 1]).__next__
     broken = Store(tmp_path / "no-folder" / "db")

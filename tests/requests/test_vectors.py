@@ -54,7 +54,7 @@ from fleetd.requests.ledger import Ledger
 from fleetd.requests.members.members import Member, Members, SentRequests
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.vectors import messages
-from fleetd.requests.vectors.job import MachineRun, TextsDone, VectorJob
+from fleetd.requests.vectors.job import LongJob, MachineRun, TextsDone, VectorJob
 from fleetd.requests.vectors.machines import EncoderModel, VectorMachines
 from fleetd.requests.vectors.messages import TextsRequest, VectorPart, texts_of
 from fleetd.requests.vectors.part_answer import PartAnswer, floats
@@ -556,6 +556,51 @@ async def test_a_trace_says_which_machine_computed_what() -> None:
     assert scraped(fleet, "vllm:num_requests_running") == [
         f'vllm:num_requests_running{{model_name="{MODEL}"}} 0.0'
     ]
+
+
+async def test_the_requests_of_a_long_job_are_one_row_with_its_progress() -> None:
+    fleet = Fleet(others={"a": VectorPool()})
+    of, most = LongJob("0123456789abcdef", 900), 0
+    for texts in (TEXTS[:300], TEXTS[300:], TEXTS[:300]):
+        job = embed_job(texts)
+        job.part_of = of
+        async with aclosing(fleet.service.run(job)) as parts:
+            async for _ in parts:
+                (running,) = fleet.service.running()
+                assert (running.id, running.total) == ("v1-0123456789abcdef", 900)
+                assert running.done > most
+                most = running.done
+    assert most == 900
+    assert len({(trace.id, trace.at_s) for trace in fleet.traces}) == 1
+    assert [trace.texts.texts for trace in fleet.traces if trace.texts] == [300, 600, 900]
+    last = fleet.traces[-1]
+    assert last.outcome == "spread"
+    assert last.texts is not None
+    assert sum(each.texts for each in last.texts.machines) == 900
+    assert last.prompt_tokens == sum(each.tokens for each in last.texts.machines) > 0
+    assert last.took_s >= fleet.traces[0].took_s
+    # Each request stays one of the accounts and of the metrics.
+    assert sum(fleet.ledger.settled[-3:]) < 2 * last.prompt_tokens
+
+
+async def test_two_requests_of_a_long_job_at_once_and_those_of_others_do_not_meet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "VECTOR_LONG_JOBS", 1)
+    fleet = Fleet()
+
+    def asked(name: str, client: str = "") -> VectorJob:
+        job = embed_job(TEXTS[:100])
+        job.part_of, job.client = LongJob(name), client
+        return job
+
+    await asyncio.gather(fleet.run(asked("one")), fleet.run(asked("one")))
+    assert [trace.texts.texts for trace in fleet.traces if trace.texts] == [100, 100]
+    await fleet.run(asked("one", "another"))
+    assert [trace.texts.texts for trace in fleet.traces if trace.texts] == [100, 100, 100]
+    # As many as are known wait for their next request.
+    await fleet.run(asked("two"))
+    assert list(fleet.service._long) == [("", "two")]
 
 
 async def test_a_trace_names_the_machine_that_failed_and_who_did_its_part() -> None:

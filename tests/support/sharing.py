@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import chain_model
-import psutil
 import tiny_architectures
 from asking import GREEDY
 from request_events import RequestEvents
@@ -282,19 +281,6 @@ def through_relay(count: int) -> tuple[socket.socket, socket.socket, Relay]:
     helper, relay_helper = tcp_pair()
     relay_home, home = tcp_pair()
     return helper, home, Relay(relay_home, relay_helper, count)
-
-
-def resources(engine: EngineProcess) -> tuple[int, int]:
-    """Descriptors and threads of a worker."""
-    process = psutil.Process(engine.pid)
-    return process.num_fds(), process.num_threads()
-
-
-def holds_no_more(engine: EngineProcess, before: tuple[int, int]) -> bool:
-    """True if a worker has no more descriptors than before, and no threads that could be those of streams: a
-    pool starts one for each processor when it first has so much to do."""
-    descriptors, threads = resources(engine)
-    return descriptors <= before[0] and threads <= before[1] + (os.cpu_count() or 1)
 
 
 async def settle(check: Callable[[], bool]) -> None:

@@ -29,7 +29,7 @@ from fleetd.models.model_store import ModelStore
 from fleetd.models.pinned import PinnedModels
 from fleetd.models.pull_lines import PullProgress
 from fleetd.requests.ledger import Ledger
-from fleetd.requests.managing.operations import ModelOperations
+from fleetd.requests.managing.operations import ModelOperations, no_plan
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.runner import RequestRunner
 from fleetd.requests.smart_prefill.compression_job import CompressionService
@@ -68,7 +68,7 @@ class Services(msgspec.Struct, frozen=True):
     #: Names of the other machines that are to hold a model, of those that were named. Raises FleetError.
     over: Callable[[Sequence[str]], tuple[str, ...]] = lambda names: tuple(names[1:])
     #: How machines of these names would hold a model. Reads headers of files. Raises FleetError.
-    together: Callable[[ModelFolder, Sequence[str]], GroupView | None] = lambda folder, over: None
+    together: Callable[[ModelFolder, Sequence[str]], Awaitable[GroupView | None]] = no_plan
     #: Host values accepted besides 127.0.0.1, localhost and [::1], which are accepted at any port.
     hosts: frozenset[str] = msgspec.field(default_factory=frozenset)
     #: Web origins that may call from a browser. Without any there are no CORS headers.

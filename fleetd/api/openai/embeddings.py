@@ -26,12 +26,22 @@ from fleetd.api.vectors.answering import Instruction
 from fleetd.engine.protocol import EmbedTexts, Loading
 from fleetd.errors import InvalidValue
 from fleetd.requests.concurrency import with_heartbeats
-from fleetd.requests.vectors.job import TextsDone, VectorJob
+from fleetd.requests.vectors.job import LongJob, TextsDone, VectorJob
 from fleetd.requests.vectors.messages import texts_of
 from fleetd.requests.vectors.part_answer import Found, floats
 
 Tokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Vector = list[float] | str
+
+
+class JobPart(msgspec.Struct, frozen=True):
+    """A client's job of so many texts that it sends them in several requests."""
+
+    id: Annotated[
+        str,
+        Meta(pattern=r"\A[A-Za-z0-9]{8,64}\Z", description="The same in all its requests, and in no others."),
+    ]
+    total: Annotated[int, Meta(ge=0, le=2**53, description="Texts in all its requests.")] = 0
 
 
 class EmbeddingsBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +69,13 @@ class EmbeddingsBody(msgspec.Struct, frozen=True, kw_only=True):
     stream: Annotated[bool | None, Meta(description="Send each part as soon as it is computed.")] = None
     local_only: LocalOnly = None
     exactness: ExactnessField = None
+    part_of: Annotated[
+        JobPart | None,
+        Meta(
+            description="The job that this request is a part of, for clients that send texts in several "
+            "requests: they are one row in the list of requests."
+        ),
+    ] = None
     user: str | None = None
 
 
@@ -113,6 +130,8 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
         truncate=bool(body.truncate),
     )
     job = answering.job(request, work_id, body.model, work, body.local_only, body.exactness)
+    if body.part_of is not None:
+        job.part_of = LongJob(body.part_of.id, body.part_of.total)
     if body.stream:
         return await _streamed(request, job, body.encoding_format or "float")
     found = await answering.whole(request, job)

@@ -16,7 +16,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -53,10 +53,10 @@ from fleetd.errors import (
     Overloaded,
 )
 from fleetd.limits import MIB
-from fleetd.models import cpu_arithmetic, file_threads
-from fleetd.models.cpu_arithmetic import CpuArithmetic
+from fleetd.models import cpu_arithmetic, file_threads, model_sizes
 from fleetd.models.folder import ModelFolder
-from fleetd.models.memory_need import WeightRules, layer_bytes, weight_need
+from fleetd.models.memory_need import WeightRules, weight_need
+from fleetd.models.model_sizes import ModelSizes
 from fleetd.plan import chip_speeds, load_times
 
 log = structlog.get_logger(__name__)
@@ -102,11 +102,19 @@ class _WantedLayers(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Turns:
-    """Two models do not fit together: one is used and then gives way. ``allowed``: the one model that
+    """Two models do not fit together: ``first`` is used and then gives way. ``allowed``: the one model that
     may be loaded now, "" if none; ``changed`` is set at each change, the end included."""
 
+    first: str
     allowed: str
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    # Requests for the first model that came once it was to give way, and wait.
+    put_off: int = 0
+
+    @property
+    def giving_way(self) -> str:
+        """The model that nobody may begin to use any more, "" if none."""
+        return self.first if self.allowed != self.first else ""
 
     def allow(self, name: str) -> None:
         self.allowed = name
@@ -131,16 +139,16 @@ class EnginePool:
     load_s: Callable[[ModelFolder], float] = lambda folder: chip_speeds.load_s(folder.weights_bytes)
     # Models that stay loaded unless the system is critically short of memory.
     pinned: Callable[[], Collection[str]] = frozenset
-    # The other machines for a model that does not fit this one, given how it would be held and the names of
-    # those that were asked for; None: none.
-    groups: Callable[[ModelFolder, CpuArithmetic | Literal[""], Sequence[str]], GroupLife | None] = (
-        lambda folder, arithmetic, over: None
+    # The other machines for a model that does not fit this one, given its sizes and the names of those that
+    # were asked for; None: none.
+    groups: Callable[[ModelFolder, ModelSizes, Sequence[str]], GroupLife | None] = (
+        lambda folder, sizes, over: None
     )
     # The same machines with other parts of a model that they hold, and why, given the model's name and what
     # its layers took lately; None: it stays as it is cut.
     cut_anew: Callable[[str, Sequence[GroupStage]], tuple[GroupLife, str] | None] = lambda name, stages: None
     # The same for a model whose layers are divided: the other ranks. Raises FleetError if it cannot be.
-    ranks: Callable[[ModelFolder, Sequence[str]], GroupLife] | None = None
+    ranks: Callable[[ModelFolder, Sequence[str], ModelSizes], GroupLife] | None = None
     # The folder of what drafts from a model's hidden states; None: what lies in its own folder, if anything.
     drafter: Callable[[ModelFolder], Awaitable[Path | None]] = no_drafter
     # In how many bits a model's keys and values are held, by its name; 0 is as they are computed.
@@ -598,6 +606,8 @@ class EnginePool:
     def _holder(self, folder: ModelFolder, first: int, last: int) -> str | None:
         for name, model in self._models.items():
             held = model.first.settings
+            if self._turns is not None and name == self._turns.giving_way:
+                continue
             if model.state == "ready" and (
                 (name == folder.name and not held.group)
                 or (held.path == str(folder.path) and held.first_layer <= first < last <= held.last_layer)
@@ -730,7 +740,9 @@ class EnginePool:
     def why_stays(self, folder: ModelFolder) -> str:
         """Why a model cannot be unloaded for a while and loaded again; "" if it can, or is not loaded."""
         name, model = folder.name, self._models.get(folder.name)
-        if self._turns is not None:
+        # The first come are served first: a model that somebody waits for does not wait for one turn more.
+        awaited = (other for other, claims in self._claims.items() if claims and other != name)
+        if self._turns is not None or any(self._ready(other) is None for other in awaited):
             return "another model is to be loaded first"
         if self._in_use(name):
             return f"{name} is in use"
@@ -753,9 +765,9 @@ class EnginePool:
         """Meanwhile ``first`` can be loaded into the memory that ``second`` has or needs: that is unloaded,
         and no other load begins.
 
-        At the end ``first`` is unloaded once nobody uses it. Then ``second`` begins to load, if it was loaded
-        or all went well; a request for it shares that load. Raises Overloaded, before anything is unloaded,
-        if ``second`` has to stay as it is.
+        At the end ``first`` is unloaded once nobody uses it; who asks for it from then on waits. Then
+        ``second`` begins to load, if it was loaded or all went well; a request for it shares that load.
+        Raises Overloaded, before anything is unloaded, if ``second`` has to stay as it is.
         """
         name = second.name
         if why := self.why_stays(second) or self.why_pinned(first):
@@ -763,7 +775,7 @@ class EnginePool:
                 f"{name} and {first.name} cannot take turns: {why}.", hint="Send it again later."
             )
         again, stays_s = name in self._models, self._stays_s.get(name)
-        turns = self._turns = _Turns(first.name)
+        turns = self._turns = _Turns(first.name, allowed=first.name)
         try:
             with self._claim(name):
                 log.info("engine.in_turn", model=first.name, then=name)
@@ -787,8 +799,8 @@ class EnginePool:
     ) -> None:
         try:
             turns.allow("")
-            # A request for a first model that has ended waits for this turn to be over, not the other way.
-            while self._in_use(first.name) and self.loading_engine(first) is not None:
+            # Requests that wait for this turn to be over have claims, too.
+            while self._claims.get(first.name, 0) > turns.put_off and self.loading_engine(first) is not None:
                 self._let_go.clear()
                 await self._let_go.wait()
             await self.unload(first.name)
@@ -809,8 +821,9 @@ class EnginePool:
         """Yield progress, then the ready engine. Two first requests share one load; idle models make room."""
         while True:
             while (turns := self._turns) is not None and not self._may_go_on(turns, wanted):
-                yield Loading(f"{WAITING}a model that has to make room")
-                await turns.changed.wait()
+                with self._put_off(turns, wanted.name):
+                    yield Loading(f"{WAITING}a model that has to make room")
+                    await turns.changed.wait()
             # One load at a time: each looks at the memory that is free, and would count the same bytes.
             while other := self._loading_besides(wanted):
                 yield Loading(f"{WAITING}{other.name} to load")
@@ -835,7 +848,20 @@ class EnginePool:
 
     def _may_go_on(self, turns: _Turns, wanted: _WantedLayers) -> bool:
         """True for a model that needs no load, or whose turn it is."""
+        if wanted.name == turns.giving_way:
+            return False
         return self._ready(wanted.name) is not None or wanted.name == turns.allowed
+
+    @contextmanager
+    def _put_off(self, turns: _Turns, name: str) -> Iterator[None]:
+        """Meanwhile a request waits for the end of a turn, which does not wait for the request."""
+        count = int(name == turns.first)
+        turns.put_off += count
+        self._let_go.set()
+        try:
+            yield
+        finally:
+            turns.put_off -= count
 
     def _loading_besides(self, wanted: _WantedLayers) -> LoadedModel | None:
         """Another model whose load is to be over first.
@@ -857,9 +883,10 @@ class EnginePool:
         ready = self._models.get(name)
         if ready is not None and ready.state == "ready" and _is_as_wanted(ready, wanted):
             return ready
+        sizes: ModelSizes | None = None
         if ready is None or ready.state != "loading":
-            # What is read of files below is known after that: a disk that hangs holds up this load alone.
-            await file_threads.look(self._read_sizes, wanted)
+            # A disk that hangs holds up this load alone.
+            sizes = await self._sizes(wanted)
         async with self._starting:
             model = self._models.get(name)
             if model is not None and model.state in ("loading", "ready"):
@@ -873,7 +900,8 @@ class EnginePool:
             if self._loading_besides(wanted):
                 return None
             drafter = None if wanted.last else await self.drafter(wanted.folder)
-            model = LoadedModel(self._new_workers(wanted, drafter), self._exited)
+            sizes = sizes or await self._sizes(wanted)
+            model = LoadedModel(self._new_workers(wanted, drafter, sizes), self._exited)
             # It measures its speed at the end of its load.
             self._end_idle_time()
             self._models[name] = model
@@ -886,16 +914,6 @@ class EnginePool:
                 raise
             return model
 
-    def _read_sizes(self, wanted: _WantedLayers) -> None:
-        """Read the headers of a model's files, which ``_new_workers`` looks at: they are kept."""
-        folder, rules = wanted.folder, self.weight_rules()
-        need = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
-        if wanted.over or need.n_bytes > rules.budget_bytes:
-            # A model that cannot be cut says so where it is to be.
-            with suppress(FleetError, OSError):
-                for arithmetic in {need.arithmetic, ""}:
-                    layer_bytes(folder.path, folder.config, arithmetic)
-
     def _check_unused(self, model: LoadedModel) -> None:
         """Raises Overloaded unless the request that is placed now is the model's only one: then it is loaded
         anew, over other machines."""
@@ -905,12 +923,18 @@ class EnginePool:
                 hint="Leave `placement` out, or send it again once its requests have ended.",
             )
 
-    def _new_workers(self, wanted: _WantedLayers, drafter: Path | None) -> Sequence[EngineProcess]:
+    async def _sizes(self, wanted: _WantedLayers) -> ModelSizes:
+        """What a model's files say; of its layers only if other machines may hold some."""
+        rules, other_machines = self.weight_rules(), bool(wanted.over)
+        return await file_threads.look(model_sizes.read, wanted.folder, rules, layers=other_machines)
+
+    def _new_workers(
+        self, wanted: _WantedLayers, drafter: Path | None, sizes: ModelSizes
+    ) -> Sequence[EngineProcess]:
         """What is to compute it, not started: one worker. ``drafter``: the folder of what drafts from its
-        hidden states."""
-        folder = wanted.folder
+        hidden states. ``sizes``: as its files have just told."""
+        folder, need = wanted.folder, sizes.need
         rules = self.weight_rules()
-        need = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
         if need.arithmetic == "float32" and not rules.available:
             log.info("engine.float32", model=folder.name, reason="onnxruntime is not installed")
         settings = self._settings(wanted, drafter)
@@ -929,7 +953,7 @@ class EnginePool:
                     hint="Deal its layers out (--split layers), or get all of it: "
                     f"fleetctl models pull {folder.name}",
                 )
-            ring = self.ranks(folder, sorted(wanted.over))
+            ring = self.ranks(folder, sorted(wanted.over), sizes)
             options["weights_bytes"] //= 1 + len(wanted.over)
             return [GroupFront(self._settings(wanted, None), ring, **options)]
         if wanted.ring is not None:
@@ -938,7 +962,7 @@ class EnginePool:
         too_large = whole and (need.n_bytes > rules.budget_bytes or folder.source == "part")
         group = None
         if wanted.over or (wanted.over is None and too_large):
-            group = self.groups(folder, need.arithmetic, sorted(wanted.over or ()))
+            group = self.groups(folder, sizes, sorted(wanted.over or ()))
         if group is not None:
             return [GroupFront(settings, group, **options)]
         if whole and folder.source == "part":

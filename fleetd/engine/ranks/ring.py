@@ -26,6 +26,7 @@ from fleetd.engine.measure.pass_progress import PassProgress
 from fleetd.engine.ranks.side_channel import SideChannel
 from fleetd.engine.settings import RingPlace
 from fleetd.errors import GroupLost
+from fleetd.process import local_peers
 
 _HERE = "127.0.0.1"
 # Numbers of which a canary's sum is formed, and what its step counts up to: sums are exact in f32.
@@ -67,7 +68,17 @@ def _joined(place: RingPlace, folder: Path) -> Any:
         case "ring":
             file.write_text(json.dumps(rows(place)))
             os.environ.update(MLX_RANK=str(place.rank), MLX_HOSTFILE=str(file))
-            return mx.distributed.init(strict=True, backend="ring")
+            group = mx.distributed.init(strict=True, backend="ring")
+            _check_neighbour(place)
+            return group
+
+
+def _check_neighbour(place: RingPlace) -> None:
+    """Raises RuntimeError if what came in at this rank's port is no process of fleetd. MLX takes the first
+    one that comes, whose numbers would be in every sum."""
+    came = local_peers.accepted(place.port)
+    if not came or not all(local_peers.is_of(place.daemon or os.getppid(), far, near) for far, near in came):
+        raise RuntimeError("a process that is not fleetd's came in at the port of this rank")
 
 
 def _by_rdma(place: RingPlace, file: Path) -> Any:

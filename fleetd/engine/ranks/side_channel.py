@@ -3,15 +3,19 @@ tunnels that fleetd has closed."""
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from contextlib import ExitStack
 
 from fleetd import limits
 from fleetd.engine.settings import RingPlace
+from fleetd.process import local_peers
 
 _HERE = "127.0.0.1"
 _AGAIN_S = 0.02
+# So many strangers may wait to be sent away.
+_COMING = 16
 # Sent before as much is received, so that no rank waits for one that waits for it. Sockets hold more.
 _STEP_BYTES = 16 << 10
 
@@ -32,10 +36,9 @@ class SideChannel:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind((_HERE, place.port))
-            listener.listen(1)
-            listener.settimeout(limits.RING_FORM_S)
+            listener.listen(_COMING)
             after = opened.enter_context(_connected(place.next_port))
-            before, _ = listener.accept()
+            before = _accepted(listener, place.daemon or os.getppid())
             before.settimeout(limits.RING_FORM_S)
             opened.pop_all()
             listener.close()
@@ -74,6 +77,17 @@ class SideChannel:
     def close(self) -> None:
         self._after.close()
         self._before.close()
+
+
+def _accepted(listener: socket.socket, daemon: int) -> socket.socket:
+    """The connection of the first process of fleetd that comes; others are sent away. Raises OSError."""
+    until_s = time.monotonic() + limits.RING_FORM_S
+    while True:
+        listener.settimeout(max(_AGAIN_S, until_s - time.monotonic()))
+        before, came_from = listener.accept()
+        if local_peers.is_of(daemon, came_from, before.getsockname()):
+            return before
+        before.close()
 
 
 def _connected(port: int) -> socket.socket:

@@ -107,6 +107,9 @@ class Card(msgspec.Struct, frozen=True, omit_defaults=True):
     # Its requests that run, and that wait for their turn.
     running: Count = 0
     waiting: Count = 0
+    # Requests for vectors or scores that it computes, or parts of, for itself or others. No prompt waits for
+    # these.
+    vectors: Count = 0
     # Of its running requests' prompts, the tokens that are not prefilled yet.
     unread_tokens: Count = 0
     # Requests that it runs at once at most.

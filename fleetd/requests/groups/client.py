@@ -11,6 +11,7 @@ The engine's process asks for all of this when it starts (``engine.daemon_side.g
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
@@ -43,10 +44,12 @@ from fleetd.models.hub_parts import HubCommit
 from fleetd.models.pull_lines import PullProgress
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.plan import chip_speeds
 from fleetd.plan.group_cut import GroupCut, GroupPart
 from fleetd.requests.concurrency import cancel_all, gather_or_cancel
 from fleetd.requests.groups import messages
 from fleetd.requests.groups.known_hops import KnownHops
+from fleetd.requests.groups.load_deadline import LoadDeadline
 from fleetd.requests.groups.messages import LinkQuestion, LinkTold, NextMember, StageQuestion, StageTold
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.ports import FleetPort
@@ -79,13 +82,17 @@ class _AskedMember:
     from_here: bool = field(default=False)
     # Bytes of layers that it has fetched, and of all that it fetches; None while it fetches none.
     fetched: tuple[int, int] | None = None
+    # When it has to be further with its layers; None while nothing is asked of it.
+    deadline: LoadDeadline | None = None
 
     @property
     def name(self) -> str:
         return self.part.machine.name
 
-    def hear(self, told: StageTold) -> None:
-        """Take over how far its load is."""
+    def hear(self, told: StageTold, now_s: float) -> None:
+        """Take over how far its load is. ``now_s``: the loop's time."""
+        if self.deadline is not None:
+            self.deadline.told(told, now_s)
         self.arithmetic, self.layers, self.fetched = told.arithmetic, told.layers, None
         if told.stream is not None:
             self.stage, self.read = "loaded", 1.0
@@ -100,7 +107,7 @@ class _AskedMember:
 
     @property
     def progress(self) -> MemberProgress:
-        n_bytes = (self.part.last - self.part.first) * self.part.machine.layer_bytes
+        n_bytes = self.part.weights_bytes
         if self.fetched is not None:
             return MemberProgress(self.name, self.stage, *self.fetched)
         return MemberProgress(self.name, self.stage, int(self.read * n_bytes), n_bytes)
@@ -115,6 +122,7 @@ class FleetGroup:
     after: the id of a group that has ended, whose layers the members free before they promise memory.
     hub: where the model's files are, if they are not here as a whole.
     bring: brings this machine's own layers.
+    load_s: about how many seconds the machine of a part takes to load it.
     """
 
     # Layers are not divided.
@@ -136,8 +144,10 @@ class FleetGroup:
         after: str = "",
         hub: HubCommit | None = None,
         bring: Bring | None = None,
+        load_s: Callable[[GroupPart], float] = lambda part: chip_speeds.load_s(part.weights_bytes),
     ) -> None:
         self._after, self._hub, self._bring = after, hub, bring
+        self._load_s = load_s
         # How far this machine is with its own layers; None if it does not fetch them.
         self._own: MemberProgress | None = None
         self._partners, self._model, self._digest, self._planned = partners, model, digest, planned
@@ -226,6 +236,7 @@ class FleetGroup:
         """Ask a member, and wait until it has promised the memory."""
         with self._forming(held):
             held.stream = self._asked(held, messages.SERVE)
+            self._expect(held)
             await self._hear(held, held.stream, told)
 
     def _asked(self, held: _AskedMember, method: str) -> PeerStream:
@@ -268,9 +279,10 @@ class FleetGroup:
 
     async def _fetching(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
         stream = self._asked(held, messages.FETCH)
+        self._expect(held)
         try:
-            while (body := await self._next(stream)) is not None:
-                held.hear(messages.decode(body, StageTold))
+            while (body := await self._next(stream, held)) is not None:
+                held.hear(messages.decode(body, StageTold), asyncio.get_running_loop().time())
                 told(self._progress())
         finally:
             stream.cancel()
@@ -294,6 +306,8 @@ class FleetGroup:
         and another one may load for minutes: so each stream is opened at once."""
         with self._forming(held):
             invitation = None
+            # What it has said meanwhile was not listened to.
+            self._expect(held)
             while held.stream is not None and invitation is None:
                 invitation = await self._hear(held, held.stream, told)
             if invitation is None:
@@ -369,10 +383,10 @@ class FleetGroup:
         self, held: _AskedMember, stream: PeerStream, told: Callable[[Loading], None]
     ) -> Invitation | None:
         """Where the stream is expected; None for a step on the way to that, which is told."""
-        if (body := await self._next(stream)) is None:
+        if (body := await self._next(stream, held)) is None:
             raise ProtocolError("It ended its part in the group without a word.")
         answer = messages.decode(body, StageTold)
-        held.hear(answer)
+        held.hear(answer, asyncio.get_running_loop().time())
         told(self._progress())
         return answer.stream
 
@@ -395,9 +409,19 @@ class FleetGroup:
         except FleetError as error:
             raise self._lost(held, error) from error
 
+    def _expect(self, held: _AskedMember) -> None:
+        """From now on the member has to get further with its layers."""
+        held.deadline = LoadDeadline(self._load_s(held.part), asyncio.get_running_loop().time())
+
     @staticmethod
-    async def _next(stream: PeerStream) -> bytes | None:
-        return await next_message(stream, silence_s=limits.GROUP_SILENT_S)
+    async def _next(stream: PeerStream, loads: _AskedMember | None = None) -> bytes | None:
+        """The next message that says more than that a member is alive; ``loads``: the one that has to get
+        further."""
+
+        def due_s() -> float:
+            return loads.deadline.due_s if loads is not None and loads.deadline is not None else math.inf
+
+        return await next_message(stream, due_s=due_s, silence_s=limits.GROUP_SILENT_S)
 
     def _lost(self, held: _AskedMember, error: FleetError) -> GroupLost:
         """What the loss of a member comes to for a request that waits for the model."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -15,14 +14,22 @@ from fleetd.control.group_view import DividedView, GroupView
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_trace import GroupStage
 from fleetd.errors import FleetError, Incompatible, ModelCorrupt, ModelUnsupported, NoMachine, OutOfMemory
-from fleetd.models import hub_parts, parts
-from fleetd.models.cpu_arithmetic import CpuArithmetic
+from fleetd.models import file_threads, model_sizes
 from fleetd.models.folder import ModelFolder
-from fleetd.models.hub_parts import HubCommit, HubPartOrder
-from fleetd.models.memory_need import WORKING_BYTES, LayerBytes, WeightRules, layer_bytes, weight_need
+from fleetd.models.hub_parts import HubCommit, HubListing, HubPartOrder
+from fleetd.models.memory_need import WORKING_BYTES, LayerBytes, WeightRules
+from fleetd.models.model_sizes import ModelSizes
 from fleetd.models.pull_lines import PullProgress
 from fleetd.p2p.membership.cards import ModelCard
-from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupModelSize, Shortage, cut_with_fetchers
+from fleetd.plan import chip_speeds
+from fleetd.plan.group_cut import (
+    GroupCut,
+    GroupMachine,
+    GroupModelSize,
+    GroupPart,
+    Shortage,
+    cut_with_fetchers,
+)
 from fleetd.plan.measured_cut import cut_anew, layer_seconds
 from fleetd.process.observe import get_logger
 from fleetd.requests.groups.client import FleetGroup
@@ -37,7 +44,6 @@ from fleetd.requests.ports import FleetPort
 
 log = get_logger("fleetd.requests.groups.planning")
 
-Arithmetic = CpuArithmetic | Literal[""]
 # Each with the model as it has it, or would have it.
 _Machines = list[tuple[Member, ModelCard]]
 
@@ -53,10 +59,14 @@ class GroupPlan(msgspec.Struct, frozen=True):
     hops_s: Mapping[str, float]
     # A person has named the machines.
     named: bool = False
-    # This machine has the model in part, and who lacks layers fetches them from the hub.
-    from_hub: bool = False
+    # Where the files are, if this machine has the model in part: who lacks layers fetches them there.
+    hub: HubCommit | None = None
     # Why it was cut anew, as a sentence; "" for a first cut.
     anew: str = ""
+
+    @property
+    def from_hub(self) -> bool:
+        return self.hub is not None
 
     @property
     def view(self) -> GroupView:
@@ -78,7 +88,7 @@ class FleetGroups:
     loaded: the measured speed of a model that is loaded over several machines; None if it is not.
     promised: what groups were promised of this machine's memory.
     divided: what it would be like if the machines of a cut divided every layer, given the seconds of a token
-        with the cut; None if that is not looked at.
+        with the cut, and the sizes of the model; None if that is not looked at.
     bring: brings layers of a model of the hub to this machine.
     monotonic: seconds.
     """
@@ -90,7 +100,7 @@ class FleetGroups:
         rules: Callable[[], WeightRules],
         loaded: Callable[[ModelFolder], MeasuredSpeed | None] = lambda folder: None,
         promised: PromisedMemory | None = None,
-        divided: Callable[[ModelFolder, GroupCut, float], DividedView | None] = lambda *_: None,
+        divided: Callable[[ModelFolder, GroupCut, float, ModelSizes], DividedView | None] = lambda *_: None,
         bring: Callable[[HubPartOrder], AsyncGenerator[PullProgress, None]] | None = None,
         *,
         monotonic: Callable[[], float] = time.monotonic,
@@ -106,14 +116,12 @@ class FleetGroups:
         # By model: from when on it may be cut anew, and how long the pause before that was.
         self._anew_from: dict[str, tuple[float, float]] = {}
 
-    def __call__(
-        self, folder: ModelFolder, arithmetic: Arithmetic, over: Sequence[str] = ()
-    ) -> FleetGroup | None:
+    def __call__(self, folder: ModelFolder, sizes: ModelSizes, over: Sequence[str] = ()) -> FleetGroup | None:
         """The machines that hold a model with this one; None if there are no others to ask.
 
         Raises OutOfMemory if they do not have the memory for it, and as ``plan``.
         """
-        planned = self.plan(folder, arithmetic, over)
+        planned = self.plan(folder, sizes, over)
         if planned is None:
             return None
         return self._group(folder, planned, over)
@@ -136,7 +144,7 @@ class FleetGroups:
             room,
         )
         failed = partial(self._not_cut_anew if planned.anew else self._left_out, planned.digest)
-        at = hub_parts.read(folder.path).listing.at if planned.from_hub else None
+        at = planned.hub
         group = FleetGroup(
             self._partners,
             folder.name,
@@ -148,9 +156,21 @@ class FleetGroups:
             after=after,
             hub=at,
             bring=partial(self._brought, at, planned.digest) if at is not None else None,
+            load_s=partial(self._load_s, planned.digest),
         )
         self._formed[folder.name] = _FormedGroup(folder, planned, group.id)
         return group
+
+    def _load_s(self, digest: str, part: GroupPart) -> float:
+        """What a machine takes to load a part: by what a load of the whole model took there, and no less than
+        a disk of usual speed."""
+        n_bytes = part.weights_bytes
+        others = (each for each in self._members.others("prefill") if each.node_id == part.machine.node_id)
+        whole = next((model for each in others for model in each.card.models if model.digest == digest), None)
+        usual_s = chip_speeds.load_s(n_bytes)
+        if whole is None or not whole.shape.weights_bytes:
+            return usual_s
+        return max(usual_s, whole.load_s * min(1.0, n_bytes / whole.shape.weights_bytes))
 
     def _brought(
         self, at: HubCommit, digest: str, first: int, last: int
@@ -218,14 +238,17 @@ class FleetGroups:
         tok_s = speed.decode_tok_s or view.tok_s
         return msgspec.structs.replace(view, loaded=True, tok_s=tok_s, prompt_tok_s=speed.prefill_tok_s)
 
-    def planned(self, folder: ModelFolder, over: Sequence[str] = ()) -> GroupView | None:
-        """How they would hold it; None if there are no others to ask. Reads headers of files.
+    async def view(self, folder: ModelFolder, over: Sequence[str] = ()) -> GroupView | None:
+        """What ``planned`` gives, by the files as they are now. Raises as that."""
+        sizes = await file_threads.look(model_sizes.read, folder, self._rules())
+        return self.planned(folder, sizes, over)
+
+    def planned(self, folder: ModelFolder, sizes: ModelSizes, over: Sequence[str] = ()) -> GroupView | None:
+        """How they would hold it; None if there are no others to ask.
 
         Raises as ``plan``, and OutOfMemory if the machines ``over`` have not the room.
         """
-        rules = self._rules()
-        need = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
-        planned = self.plan(folder, need.arithmetic, over)
+        planned = self.plan(folder, sizes, over)
         if planned is not None and over and isinstance(planned.found, Shortage):
             raise _no_room(folder.name, planned.found, over)
         if planned is None:
@@ -233,28 +256,29 @@ class FleetGroups:
         view = planned.view
         if isinstance(planned.found, Shortage) or planned.from_hub:
             return view
-        return replace(view, divided=self._divided(folder, planned.found, 1 / view.tok_s))
+        return replace(view, divided=self._divided(folder, planned.found, 1 / view.tok_s, sizes))
 
-    def plan(self, folder: ModelFolder, arithmetic: Arithmetic, over: Sequence[str] = ()) -> GroupPlan | None:
+    def plan(self, folder: ModelFolder, sizes: ModelSizes, over: Sequence[str] = ()) -> GroupPlan | None:
         """The cut that a group would have; None if there are no others to ask. Nothing is begun.
 
         A machine that failed a short while ago is asked only if the model does not fit the others.
 
         Args:
+            sizes: of the model, with its layers.
             over: names of the other machines that have to hold a part; none leaves it to the planner.
 
         Raises NoMachine if one of ``over`` cannot hold a part, ModelUnsupported if such a model is not cut.
         """
-        found = self._plan(folder, arithmetic, over, even_left_out=bool(over))
+        found = self._plan(folder, sizes, over, even_left_out=bool(over))
         if not over and (found is None or isinstance(found.found, Shortage)):
-            return self._plan(folder, arithmetic, over, even_left_out=True)
+            return self._plan(folder, sizes, over, even_left_out=True)
         return found
 
     def _plan(
-        self, folder: ModelFolder, arithmetic: Arithmetic, over: Sequence[str], *, even_left_out: bool
+        self, folder: ModelFolder, files: ModelSizes, over: Sequence[str], *, even_left_out: bool
     ) -> GroupPlan | None:
-        here = self._members.here()
-        own = _in_part(folder, arithmetic) if folder.source == "part" else here.model(folder.name)
+        here, listing = self._members.here(), files.listing
+        own = _in_part(folder, files, listing) if listing is not None else here.model(folder.name)
         if own is None or not own.digest:
             if over:
                 raise NoMachine(
@@ -266,9 +290,8 @@ class FleetGroups:
         if not having and not lacking:
             return None
         try:
-            sizes = layer_bytes(folder.path, folder.config, arithmetic)
-            bare = layer_bytes(folder.path, folder.config, "")
-        except (ModelCorrupt, ModelUnsupported, OSError):
+            sizes, bare = files.each_layer(files.need.arithmetic), files.each_layer("")
+        except (ModelCorrupt, ModelUnsupported):
             if over:
                 raise
             return None
@@ -278,11 +301,11 @@ class FleetGroups:
         def machine(member: Member) -> GroupMachine:
             return _other(member, speeds[member.node_id], sizes, bare)
 
-        largest, from_hub = max(bare.layers), folder.source == "part"
+        largest, from_hub = max(bare.layers), listing is not None
         at_home = _machine(here, speeds[here.node_id], sizes, self._rules().budget_bytes)
         if from_hub:
             most = most_layers(here, largest, from_hub=True, besides=bare.outside)
-            at_home = replace(at_home, can_fetch=most + parts.layers_in(folder.path))
+            at_home = replace(at_home, can_fetch=most + files.layers_here)
         found = cut_with_fetchers(
             size,
             at_home,
@@ -297,7 +320,8 @@ class FleetGroups:
         )
         width = own.shape.hidden_bytes or 2 * int(folder.config.get("hidden_size") or 0)
         hops_s = {member.node_id: _hop_s(member, width) for member, _ in [*having, *lacking]}
-        planned = GroupPlan(found, own.digest, size, hops_s, named=bool(over), from_hub=from_hub)
+        at = listing.at if listing is not None else None
+        planned = GroupPlan(found, own.digest, size, hops_s, named=bool(over), hub=at)
         # What their layers took in an earlier group says more than what whole models took there.
         return self._cut_anew(folder, planned) or planned
 
@@ -326,10 +350,9 @@ class FleetGroups:
         return having, lacking
 
 
-def _in_part(folder: ModelFolder, arithmetic: Arithmetic) -> ModelCard:
+def _in_part(folder: ModelFolder, sizes: ModelSizes, listing: HubListing) -> ModelCard:
     """A model that is here in part, as a card would have it if it were here."""
-    listing = hub_parts.read(folder.path).listing
-    shape = replace(folder.shape, cpu_arithmetic=arithmetic)
+    shape = replace(folder.shape, cpu_arithmetic=sizes.need.arithmetic)
     return ModelCard(folder.name, listing.digest, listing.at.commit, "part", shape=shape)
 
 

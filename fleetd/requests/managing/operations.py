@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -26,6 +26,11 @@ from fleetd.models.pull_lines import PullProgress
 _DIVIDED_FAILS = (GroupLost, ModelUnsupported, OutOfMemory)
 
 
+async def no_plan(folder: ModelFolder, over: Sequence[str]) -> GroupView | None:
+    """None: there are no other machines."""
+    return None
+
+
 class ModelOperations(msgspec.Struct, frozen=True):
     """The verbs of ``model_change.Verb`` on this machine."""
 
@@ -36,9 +41,9 @@ class ModelOperations(msgspec.Struct, frozen=True):
     pull: Callable[[str], AsyncGenerator[PullProgress, None]]
     #: Is called when a model went; other machines hear of it at once.
     changed: Callable[[], None]
-    #: How machines of these names would hold a model, with the way that is faster. Reads headers of files.
-    #: Raises FleetError if they cannot.
-    planned: Callable[[ModelFolder, Sequence[str]], GroupView | None] = lambda folder, over: None
+    #: How machines of these names would hold a model, with the way that is faster. Raises FleetError if they
+    #: cannot.
+    planned: Callable[[ModelFolder, Sequence[str]], Awaitable[GroupView | None]] = no_plan
 
     async def run(
         self, verb: Verb, ref: str, over: Sequence[str] | None = None, split: Split | None = None
@@ -68,7 +73,7 @@ class ModelOperations(msgspec.Struct, frozen=True):
                             yield ModelProgress(part.file, part.done_bytes, part.total_bytes, part.stage)
                 folder = await (self._resolve(ref) if verb == "pin" else self._in_part(ref))
                 if over and split is None:
-                    held = self._chosen(folder, over)
+                    held = await self._chosen(folder, over)
                 # What is pinned can be loaded here, so it is loaded first.
                 async with aclosing(self._loaded(folder, over, split, held)) as steps:
                     async for each in steps:
@@ -87,9 +92,9 @@ class ModelOperations(msgspec.Struct, frozen=True):
                 name = await self.remove(ref)
         yield replace(held, name=name)
 
-    def _chosen(self, folder: ModelFolder, over: Sequence[str]) -> ModelDone:
+    async def _chosen(self, folder: ModelFolder, over: Sequence[str]) -> ModelDone:
         """How the planner would have machines hold a model, and why."""
-        view = self.planned(folder, over)
+        view = await self.planned(folder, over)
         if view is None or view.divided is None:
             return ModelDone()
         return ModelDone(split="tensors" if view.divided.chosen else "layers", why=_brief(view.divided.why))

@@ -77,8 +77,9 @@ class FleetRanks:
         self._promise_here, self._promised = promise_here, ExitStack()
         self._measured, self._fabrics = measured, fabrics
         self._engine: EngineProcess | None = None
-        # When ranks that all wait for each other must have met; the loop's time.
-        self._meet_by_s = math.inf
+        # When ranks that all wait for each other must have met, and when all must have read their weights;
+        # the loop's time.
+        self._meet_by_s = self._read_by_s = math.inf
         self._id = secrets.token_hex(8)
         self._links = RingLinks(0, 1 + len(machines), fabrics or no_offer)
         self._ranks = [
@@ -123,6 +124,7 @@ class FleetRanks:
     async def connect(self, engine: EngineProcess) -> None:
         """Give the engine its streams to the other ranks, once they have read their weights."""
         self._engine = engine
+        self._read_by_s = asyncio.get_running_loop().time() + limits.RANKS_LOAD_S
         await gather_or_cancel(*(self._joined(rank, engine) for rank in self._ranks))
 
     async def watch(self) -> None:
@@ -155,7 +157,8 @@ class FleetRanks:
         )
         with self._forming(rank):
             rank.stream = self._partners.request(rank.machine.node_id, messages.SERVE, messages.encode(ask))
-            while (answer := await self._hear(rank.stream)).before is None:
+            by_s = asyncio.get_running_loop().time() + limits.LOAD_STALL_S
+            while (answer := await self._hear(rank.stream, lambda: by_s)).before is None:
                 pass
         return NextRank(rank.machine.node_id, answer.before)
 
@@ -169,14 +172,15 @@ class FleetRanks:
         await engine.give_stream(StreamTag(rank.member.stream, STAGE, answer.passes.key, "connector"), sock)
 
     def _due_s(self) -> float:
-        """Until when a rank may say nothing but that it is alive; infinite while any rank reads its weights,
-        which may take minutes. A link that carries nothing any more is noticed by no rank."""
+        """Until when a rank may say nothing but that it is alive. While any rank reads its weights, that may
+        take as long as the ranks themselves wait. A link that carries nothing any more is noticed by none."""
         all_wait = all(rank.waits for rank in self._ranks) and (
             self._engine is not None and self._engine.loading.stage == CONNECTING
         )
         if not all_wait:
             self._meet_by_s = math.inf
-        elif self._meet_by_s == math.inf:
+            return self._read_by_s
+        if self._meet_by_s == math.inf:
             self._meet_by_s = asyncio.get_running_loop().time() + limits.RANKS_MEET_S
         return self._meet_by_s
 

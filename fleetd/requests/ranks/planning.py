@@ -10,7 +10,8 @@ import msgspec
 from fleetd import limits
 from fleetd.errors import ModelUnsupported, NoMachine, OutOfMemory
 from fleetd.models.folder import ModelFolder
-from fleetd.models.memory_need import WORKING_BYTES
+from fleetd.models.memory_need import WORKING_BYTES, LayerBytes
+from fleetd.models.model_sizes import ModelSizes
 from fleetd.plan.ranks import undividable
 from fleetd.requests.members.members import Member, Members, eligible
 from fleetd.requests.members.named_machines import hint_for
@@ -18,7 +19,7 @@ from fleetd.requests.ports import FleetPort
 from fleetd.requests.ranks.client import FleetRanks, RankMachine
 from fleetd.requests.ranks.fabrics import Fabrics
 from fleetd.requests.ranks.prices import MeasuredSums
-from fleetd.requests.ranks.rank_memory import Promise, rank_bytes, sizes_of
+from fleetd.requests.ranks.rank_memory import Promise, arithmetic, rank_bytes
 
 
 class PlannedRanks(msgspec.Struct, frozen=True):
@@ -53,28 +54,29 @@ class RankPlanner:
         self._promise, self._free_bytes = promise, free_bytes
         self._sums = sums or MeasuredSums()
 
-    def __call__(self, folder: ModelFolder, over: Sequence[str]) -> FleetRanks:
-        """This machine and those ``over``, by name, in this order. Reads headers of files.
+    def __call__(self, folder: ModelFolder, over: Sequence[str], sizes: ModelSizes) -> FleetRanks:
+        """This machine and those ``over``, by name, in this order. ``sizes``: of the model, with its layers.
 
         Raises ModelUnsupported if such a model is not divided by so many, NoMachine if one of them cannot
         help, OutOfMemory if one has not the room.
         """
         size = 1 + len(over)
-        found = self.check(folder, over)
-        n_bytes = rank_bytes(folder, size, found.tokens, found.on_cpu)
+        found = self.check(folder, over, sizes)
+        whole = sizes.each_layer(arithmetic(on_cpu=found.on_cpu))
+        n_bytes = rank_bytes(whole, size, found.tokens)
         return FleetRanks(
             self._partners,
             folder.name,
             found.digest,
             [RankMachine(other.node_id, other.name) for other in found.others],
-            len(sizes_of(folder, on_cpu=found.on_cpu).layers),
+            len(whole.layers),
             found.tokens,
             partial(self._promise, f"Rank 0 of {size} of {folder.name}", n_bytes, found.room_bytes),
             partial(self._sums.took, [other.name for other in found.others]),
             self._fabrics,
         )
 
-    def check(self, folder: ModelFolder, over: Sequence[str]) -> PlannedRanks:
+    def check(self, folder: ModelFolder, over: Sequence[str], sizes: ModelSizes) -> PlannedRanks:
         """The machines and the room that they have. Nothing is begun. Raises as a call."""
         size = 1 + len(over)
         if why := undividable(folder.config, size):
@@ -93,7 +95,13 @@ class RankPlanner:
             other.name: (max(0, other.card.usable_bytes - WORKING_BYTES), other) for other in others
         }
         tokens = min(
-            _tokens(folder, size, each, name, on_cpu=member.card.machine.accelerator == "cpu")
+            _tokens(
+                folder,
+                sizes.each_layer(arithmetic(on_cpu=member.card.machine.accelerator == "cpu")),
+                size,
+                each,
+                name,
+            )
             for name, (each, member) in rooms.items()
         )
         on_cpu = here.card.machine.accelerator == "cpu"
@@ -109,10 +117,10 @@ class RankPlanner:
         return found[0]
 
 
-def _tokens(folder: ModelFolder, size: int, room_bytes: int, name: str, *, on_cpu: bool) -> int:
-    """Tokens whose keys and values have room beside the weights of a rank. Raises OutOfMemory."""
-    weights = rank_bytes(folder, size, 0, on_cpu)
-    found = sizes_of(folder, on_cpu=on_cpu)
+def _tokens(folder: ModelFolder, found: LayerBytes, size: int, room_bytes: int, name: str) -> int:
+    """Tokens whose keys and values have room beside the weights of a rank. ``found``: of whole layers. Raises
+    OutOfMemory."""
+    weights = rank_bytes(found, size, 0)
     each = max(1, len(found.layers) * found.row // size)
     tokens = int(limits.RANK_ROWS_SHARE * max(0, room_bytes - weights)) // each
     least = min(limits.GROUP_LEAST_TOKENS, folder.context_tokens)

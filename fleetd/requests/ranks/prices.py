@@ -9,6 +9,7 @@ from fleetd.control.group_view import DividedView
 from fleetd.engine.settings import Backend
 from fleetd.errors import FleetError
 from fleetd.models.folder import ModelFolder
+from fleetd.models.model_sizes import ModelSizes
 from fleetd.plan import rank_price
 from fleetd.plan.costs import LinkSpeed
 from fleetd.plan.group_cut import GroupCut
@@ -50,7 +51,7 @@ class RankPrices:
         self,
         members: Members,
         sums: MeasuredSums,
-        check: Callable[[ModelFolder, Sequence[str]], object],
+        check: Callable[[ModelFolder, Sequence[str], ModelSizes], object],
         fabrics: Callable[[str], Sequence[str]] = lambda node_id: (),
         *,
         exact: bool = False,
@@ -58,15 +59,18 @@ class RankPrices:
         self._members, self._sums, self._check = members, sums, check
         self._fabrics, self._exact = fabrics, exact
 
-    def __call__(self, folder: ModelFolder, found: GroupCut, layers_s: float) -> DividedView:
-        """What it would be like if the machines of a cut divided every layer. Reads headers of files.
+    def __call__(
+        self, folder: ModelFolder, found: GroupCut, layers_s: float, sizes: ModelSizes
+    ) -> DividedView:
+        """What it would be like if the machines of a cut divided every layer.
 
         Args:
             layers_s: seconds of one token of an answer if the layers are dealt out as in ``found``.
+            sizes: of the model, with its layers.
         """
         names = [part.machine.name for part in found.parts[1:]]
         try:
-            self._check(folder, names)
+            self._check(folder, names, sizes)
         except FleetError as error:
             return DividedView(why=f"It cannot be divided: {error.message}")
         layers = found.parts[-1].last

@@ -7,19 +7,24 @@ from contextlib import AbstractContextManager
 
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import LayerBytes, layer_bytes
+from fleetd.models.model_sizes import Arithmetic
 
 # Promises memory for what has a name, so many bytes, out of so many that are free, given what tells the bytes
 # that are held of it.
 Promise = Callable[[str, int, int, Callable[[], int]], AbstractContextManager[None]]
 
 
-def sizes_of(folder: ModelFolder, *, on_cpu: bool) -> LayerBytes:
-    """The sizes of whole layers as a rank holds them. Reads headers of files; raises as ``layer_bytes``."""
-    return layer_bytes(folder.path, folder.config, "float32" if on_cpu else "")
+def arithmetic(*, on_cpu: bool) -> Arithmetic:
+    """In which a rank holds whole layers, of each of which it has a part."""
+    return "float32" if on_cpu else ""
 
 
-def rank_bytes(folder: ModelFolder, size: int, tokens: int, on_cpu: bool) -> int:
+def rank_need(folder: ModelFolder, size: int, tokens: int, on_cpu: bool) -> int:
+    """What ``rank_bytes`` gives. Reads headers of files; raises as ``layer_bytes``."""
+    return rank_bytes(layer_bytes(folder.path, folder.config, arithmetic(on_cpu=on_cpu)), size, tokens)
+
+
+def rank_bytes(found: LayerBytes, size: int, tokens: int) -> int:
     """Bytes of weights, and of keys and values of ``tokens``, on one of ``size`` ranks; embedding and head
-    are whole on each."""
-    found = sizes_of(folder, on_cpu=on_cpu)
+    are whole on each. ``found``: of whole layers."""
     return found.outside + (sum(found.layers) + len(found.layers) * found.row * tokens) // size

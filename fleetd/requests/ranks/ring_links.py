@@ -18,13 +18,19 @@ from fleetd.sealed.chunks import Role
 
 
 class RingLinks:
-    """``offered``: what this machine offers on the link of a stream."""
+    """``offered``: what this machine offers on the link of a stream. ``daemon``: as ``Mouth`` has it."""
 
-    def __init__(self, rank: int, size: int, offered: Callable[[socket.socket], Offer] = no_offer) -> None:
-        self._port, self._mouth, self._offered = LocalPort(), Mouth(), offered
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        offered: Callable[[socket.socket], Offer] = no_offer,
+        daemon: int | None = None,
+    ) -> None:
+        self._port, self._mouth, self._offered = LocalPort(), Mouth(daemon), offered
         self._tunnels: list[Tunnel] = []
         # With the backend once ``agree`` has returned.
-        self.place = RingPlace(rank, size, self._port.port, self._mouth.port)
+        self.place = RingPlace(rank, size, self._port.port, self._mouth.port, daemon=self._mouth.daemon)
 
     def comes_from(self, sock: socket.socket, key: bytes) -> None:
         """The stream that the machine of the rank before has opened."""

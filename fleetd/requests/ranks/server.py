@@ -23,7 +23,7 @@ from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.ranks import messages
 from fleetd.requests.ranks.fabrics import Fabrics, no_offer
 from fleetd.requests.ranks.messages import RankQuestion, RankTold
-from fleetd.requests.ranks.rank_memory import Promise, rank_bytes
+from fleetd.requests.ranks.rank_memory import Promise, rank_need
 from fleetd.requests.ranks.ring_links import RingLinks
 from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.remote.message_codec import ALIVE
@@ -74,7 +74,7 @@ class RankServer:
         folder = await self._context.model_by_digest(ask.model, ask.digest)
         if why := undividable(folder.config, ask.size):
             raise ModelUnsupported(why)
-        n_bytes = await file_threads.look(rank_bytes, folder, ask.size, ask.tokens, self._on_cpu())
+        n_bytes = await file_threads.look(rank_need, folder, ask.size, ask.tokens, self._on_cpu())
         what = f"Rank {ask.rank} of {ask.size} of {folder.name}"
         with (
             closing(RingLinks(ask.rank, ask.size, self._fabrics or no_offer)) as links,

@@ -21,6 +21,15 @@ VectorRoute = Literal["embeddings", "rerank"]
 VectorPlan = Literal["local", "remote", "spread"]
 
 
+class LongJob(msgspec.Struct, frozen=True):
+    """What a request is a part of: a client's job of so many texts that it sends them in several requests."""
+
+    # As the client has it.
+    id: str
+    # Texts in all its requests; 0 if unknown.
+    total: int = 0
+
+
 class TextsDone(msgspec.Struct, frozen=True):
     """Some texts by their numbers, with what was found for each."""
 
@@ -60,6 +69,8 @@ class VectorJob:
     local_only: bool = False
     exact: bool = False
     client: str = ""
+    # None for a request by itself.
+    part_of: LongJob | None = None
     # The model's canonical name, and the width of its vectors; "" and 0 until they are known.
     name: str = ""
     width: int = 0

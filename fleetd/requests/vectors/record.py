@@ -3,13 +3,14 @@
     waiting ── (loading) ── reading ─┬─ computed, on each machine
                                      └─ left to chats
 
-All by the clock of the machine that was asked; a trace never holds a word of a text.
+All by the clock of the machine that was asked; a trace never holds a word of a text. The requests of one long
+job of a client have one record, and so one row in the list of requests.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -23,24 +24,47 @@ from fleetd.plan.prefill import step_names
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.summary import summary
 from fleetd.requests.timeline import Phases, Span, steps_of
-from fleetd.requests.vectors.job import VectorJob
+from fleetd.requests.vectors.job import MachineRun, VectorJob
 from fleetd.requests.vectors.messages import texts_of
 
 
 @dataclass(slots=True)
 class VectorRecord:
-    """``here``: this machine's name. ``at_s``: Unix time of the arrival, ``arrived_s`` the monotonic one."""
+    """``here``: this machine's name. ``at_s``: Unix time of the arrival, ``arrived_s`` the monotonic one; of
+    a long job, those of its first request. ``job`` is its present one."""
 
     job: VectorJob
     here: str
     at_s: float
     arrived_s: float
     phases: Phases = field(init=False)
+    # Of the requests before: by node id what was computed, and how many texts they had.
+    _ran: dict[str, MachineRun] = field(default_factory=dict, init=False)
+    _asked: int = field(default=0, init=False)
     # The time in which no machine was given a part, as all of them answered chats: begin, end, and seconds.
     _left: Span | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.phases = Phases(self.here, self.arrived_s)
+
+    def goes_on(self, job: VectorJob) -> None:
+        """The next request of the same long job has come."""
+        self._ran, self._asked = _together(self._ran, self.job.ran), self.texts
+        self.job = job
+
+    @property
+    def texts(self) -> int:
+        """How many were asked for by now."""
+        return self._asked + len(texts_of(self.job.request))
+
+    @property
+    def whole(self) -> VectorJob:
+        """The job with what was computed for its requests before."""
+        job = self.job
+        if job.part_of is None:
+            return job
+        shown_id = f"{job.id.partition('-')[0]}-{job.part_of.id}"
+        return dataclasses.replace(job, id=shown_id, ran=_together(self._ran, job.ran))
 
     def loads(self, machine: str, now_s: float) -> None:
         """A machine loads the model; others may be reading already."""
@@ -62,8 +86,8 @@ class VectorRecord:
 
     def running(self, now_s: float) -> RunningRequest:
         """What the page shows while the job goes on."""
-        job, loading = self.job, self.job.loading
-        stage, done, total = "", job.done, len(texts_of(job.request))
+        job, loading = self.whole, self.job.loading
+        stage, done, total = "", job.done, max(self.texts, job.part_of.total if job.part_of else 0)
         if loading is not None:
             stage, done, total = loading.stage, loading.done, loading.total
         elif self.phases.name == step_names.READING:
@@ -86,7 +110,7 @@ class VectorRecord:
 
     def trace(self, ended_s: float, error: FleetError | None, *, cancelled: bool = False) -> Trace:
         """What is written down of the job at its end."""
-        job = self.job
+        job = self.whole
         why = error or next((run.lost for run in job.lost), None)
         found = Trace(
             id=job.id,
@@ -94,7 +118,7 @@ class VectorRecord:
             model=(job.name or job.model)[: limits.CARD_TEXT_CHARS],
             prompt_tokens=job.tokens,
             chosen=OptionView(job.kind, job.nodes, None, chosen=True),
-            steps=steps_of(self._steps(ended_s))[: limits.TRACE_STEPS],
+            steps=steps_of(self._steps(job, ended_s))[: limits.TRACE_STEPS],
             outcome="cancelled" if cancelled else "failed" if error is not None else job.kind,
             exactness=job.exactness if job.done else "",
             code=why.code if why is not None else "",
@@ -104,29 +128,15 @@ class VectorRecord:
             answered_by=job.nodes[0] if job.kind == "remote" else "",
             machine=self.here,
             clock_s=self.arrived_s,
-            texts=TextsWork(job.route, len(texts_of(job.request)), list(self._machines())),
+            texts=TextsWork(job.route, self.texts, list(_machines(job))),
         )
         return replace(found, summary=summary(found))
 
-    def _machines(self) -> Iterator[MachineTexts]:
-        for run in self.job.ran.values():
-            lost = run.lost
-            yield MachineTexts(
-                run.machine.name,
-                run.parts,
-                run.texts,
-                run.tokens,
-                run.computed_s,
-                run.loaded_s,
-                lost.code if lost is not None else "",
-                lost.message if lost is not None else "",
-            )
-
-    def _steps(self, ended_s: float) -> Span:
+    def _steps(self, job: VectorJob, ended_s: float) -> Span:
         spans = self.phases.spans(ended_s)
         if self._left is not None:
             spans.append(self._left)
-        for run in self.job.ran.values():
+        for run in job.ran.values():
             name = self._named(run.machine.name)
             loaded_s = run.began_s + run.loaded_s
             if run.loaded_s:
@@ -134,3 +144,40 @@ class VectorRecord:
             if run.parts:
                 spans.append(Span(step_names.COMPUTED, name, loaded_s, run.ended_s, run.computed_s))
         return Span(step_names.REQUEST, self.here, self.arrived_s, ended_s, parts=tuple(spans))
+
+
+def _machines(job: VectorJob) -> Iterator[MachineTexts]:
+    for run in job.ran.values():
+        lost = run.lost
+        yield MachineTexts(
+            run.machine.name,
+            run.parts,
+            run.texts,
+            run.tokens,
+            run.computed_s,
+            run.loaded_s,
+            lost.code if lost is not None else "",
+            lost.message if lost is not None else "",
+        )
+
+
+def _together(before: Mapping[str, MachineRun], now: Mapping[str, MachineRun]) -> dict[str, MachineRun]:
+    """What machines have computed in both, by node id."""
+    found = dict(before)
+    for node_id, run in now.items():
+        known = found.get(node_id)
+        found[node_id] = (
+            run
+            if known is None
+            else dataclasses.replace(
+                run,
+                began_s=known.began_s,
+                ended_s=max(known.ended_s, run.ended_s),
+                parts=known.parts + run.parts,
+                texts=known.texts + run.texts,
+                tokens=known.tokens + run.tokens,
+                computed_s=known.computed_s + run.computed_s,
+                loaded_s=known.loaded_s + run.loaded_s,
+            )
+        )
+    return found

@@ -130,6 +130,8 @@ class VectorService:
         # All that have not ended, what they hold, and the turns of those that are at work.
         self._open: dict[VectorJob, VectorRecord] = {}
         self._held = 0
+        # The long jobs of clients whose next request may come, by client and their id there.
+        self._long: dict[tuple[str, str], VectorRecord] = {}
         self._turns = asyncio.Semaphore(limits.VECTOR_JOBS)
         # Set once any part is over, and then another one.
         self._part_over = asyncio.Event()
@@ -144,7 +146,7 @@ class VectorService:
         held = job.held
         self._admit(held)
         self._held += held
-        record = self._open[job] = VectorRecord(job, self._name, self._now(), self._monotonic())
+        record = self._open[job] = self._record(job)
         error: FleetError | None = None
         cancelled = True
         try:
@@ -160,6 +162,14 @@ class VectorService:
             self._held -= held
             self._ended_job(record, error, cancelled=cancelled)
 
+    def _record(self, job: VectorJob) -> VectorRecord:
+        """A new one, or that of the long job that the request is a part of, if none of its others is open."""
+        known = self._long.pop((job.client, job.part_of.id), None) if job.part_of is not None else None
+        if known is None:
+            return VectorRecord(job, self._name, self._now(), self._monotonic())
+        known.goes_on(job)
+        return known
+
     def _ended_job(self, record: VectorRecord, error: FleetError | None, *, cancelled: bool) -> None:
         """Count and write down a job that has ended."""
         job, now_s = record.job, self._monotonic()
@@ -171,6 +181,10 @@ class VectorService:
             if job.done:
                 self._metrics.plan(job.kind, "fallback" if job.lost else "only")
         self._keep(record.trace(now_s, error, cancelled=cancelled))
+        if job.part_of is not None:
+            self._long[job.client, job.part_of.id] = record
+            if len(self._long) > limits.VECTOR_LONG_JOBS:
+                del self._long[next(iter(self._long))]
 
     async def _computed(self, record: VectorRecord) -> AsyncGenerator[Loading | TextsDone, None]:
         """The parts of a job whose turn it is. Raises FleetError."""

@@ -37,6 +37,7 @@ export function machines() {
     limit: limitOf(card ? machine.card_bytes : machine.memory_bytes, status.memory.available_bytes, status.memory.usable_bytes),
     running: status.requests.running,
     waiting: status.requests.waiting,
+    vectors: status.engines.filter((engine) => engine.shape && engine.shape.purpose !== "chat").reduce((sum, engine) => sum + engine.prefilling + engine.waiting, 0),
     pulls: status.pulls,
     models: status.engines.map((engine) => ({
       name: engine.part_of || engine.model,
@@ -186,9 +187,13 @@ function memoryBar(machine) {
 
 function work(machine) {
   const now = pace(machine.here ? "" : machine.name);
+  const does = [
+    (machine.running > 0 || machine.waiting > 0) && counted(machine.running, "request"),
+    machine.waiting > 0 && `${count(machine.waiting)} waiting`,
+    machine.vectors > 0 && "computes vectors",
+  ].filter(Boolean);
   return [
-    h("p", null, machine.running || machine.waiting
-      ? [counted(machine.running, "request"), machine.waiting > 0 && `, ${count(machine.waiting)} waiting`] : h("span", { class: "quiet" }, "idle")),
+    h("p", null, does.length ? does.join(", ") : h("span", { class: "quiet" }, "idle")),
     now > 0 && h("p", { class: "pace" }, h("b", null, speed(now)), " ", machine.here && curve(paces), !machine.here && h("small", null, "for this machine")),
   ];
 }

@@ -41,12 +41,16 @@ export function picture([here, ...others], shown = Infinity) {
     spot(here, centre, true));
 }
 
+function atWork(machine) {
+  return machine.state === "usable" && (machine.running > 0 || machine.vectors > 0);
+}
+
 function line(machine, [x1, y1], [x2, y2], labels) {
   const rate = machine.link?.bytes_per_s;
   // Ten times as fast is 1.5 units wider.
   const width = rate ? Math.max(1, Math.min(7, 1.5 * Math.log10(rate / 1e6))) : 1;
-  return h("g", { key: `line ${machine.id}`, class: `edge ${machine.state}${machine.running && machine.state === "usable" ? " busy" : ""}` },
-    machine.running > 0 && machine.state === "usable" && h("line", { class: "flow", x1, y1, x2: x2.toFixed(1), y2: y2.toFixed(1) }),
+  return h("g", { key: `line ${machine.id}`, class: `edge ${machine.state}${atWork(machine) ? " busy" : ""}` },
+    atWork(machine) && h("line", { class: "flow", x1, y1, x2: x2.toFixed(1), y2: y2.toFixed(1) }),
     h("line", { x1, y1, x2: x2.toFixed(1), y2: y2.toFixed(1), "stroke-width": width.toFixed(1) }),
     labels && rate && h("text", { x: (x1 + 0.54 * (x2 - x1)).toFixed(1), y: (y1 + 0.54 * (y2 - y1) - 7).toFixed(1), class: "speed" }, `${bytes(rate)}/s`));
 }
@@ -56,7 +60,7 @@ function spot(machine, [x, y], labelled) {
   const radius = machine.total ? Math.max(7, Math.min(24, 3.1 * Math.log2(machine.total / 2 ** 30))) : 7;
   const radius_ = labelled ? radius : Math.min(radius, 9);
   const below = y + radius_ + 14;
-  return h("g", { key: `spot ${machine.id}`, class: `spot ${machine.state}${machine.here ? " here" : ""}${machine.running && machine.state === "usable" ? " busy" : ""}` },
+  return h("g", { key: `spot ${machine.id}`, class: `spot ${machine.state}${machine.here ? " here" : ""}${atWork(machine) ? " busy" : ""}` },
     h("title", null, `${machine.name}: ${machine.state}${machine.reason ? `, ${machine.reason}` : ""}`),
     h("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: radius_.toFixed(1) }),
     labelled && h("text", { x: x.toFixed(1), y: below.toFixed(1), class: "label" }, cut(machine.name)));

@@ -1,0 +1,50 @@
+"""Whose the other end of a TCP connection within this machine is.
+
+Any process of any user may connect to a port of the loopback interface. The kernel knows which process has
+the other end; it is asked for that as it is of a Unix socket (``peercred``), by what each process has open.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+
+#: Host and port of one end.
+Address = tuple[str, int]
+
+
+def is_of(daemon: int, far: Address, near: Address) -> bool:
+    """True if the end at ``far`` of the connection to ``near`` is of the process ``daemon``, or of one that
+    it or these have started.
+
+    False if that cannot be known, as of another user's process. Reads the tables of these processes.
+    """
+    try:
+        parent = psutil.Process(daemon)
+        return any(_holds(process, far, near) for process in (parent, *parent.children(recursive=True)))
+    except psutil.Error:
+        return False
+
+
+def accepted(port: int) -> list[tuple[Address, Address]]:
+    """Of this process: the far and near ends of connections that came in at a port of the loopback
+    interface."""
+    found = psutil.Process().net_connections("tcp4")
+    return [
+        (_address(each.raddr), _address(each.laddr))
+        for each in found
+        if each.laddr.port == port and each.raddr
+    ]
+
+
+def _holds(process: psutil.Process, far: Address, near: Address) -> bool:
+    try:
+        found = process.net_connections("tcp4")
+    except psutil.Error:  # it has ended meanwhile, or is not ours to look into
+        return False
+    return any((_address(each.laddr), _address(each.raddr)) == (far, near) for each in found if each.raddr)
+
+
+def _address(found: Any) -> Address:
+    return str(found.ip), int(found.port)
