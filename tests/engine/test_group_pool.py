@@ -17,7 +17,7 @@ from sharing import LAYERS, write
 from fleetd import limits
 from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.daemon_side import pool as pool_module
-from fleetd.engine.daemon_side.group_front import GroupFront, GroupLife
+from fleetd.engine.daemon_side.group_front import GroupFront, NewCut
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import Loading
 from fleetd.engine.settings import GroupMember
@@ -169,9 +169,9 @@ async def test_a_group_that_nobody_uses_is_loaded_over_another_cut(
         made.append(HeldGroup(["kitchen"]))
         return made[-1]
 
-    def cut_anew(name: str, stages: Sequence[GroupStage]) -> tuple[GroupLife, str]:
+    def cut_anew(name: str, stages: Sequence[GroupStage], tokens: int) -> NewCut:
         seen.append((name, stages))
-        return group(), "kitchen is slow."
+        return NewCut(group(), "kitchen is slow.", folder)
 
     pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30), groups=group, cut_anew=cut_anew)
     try:
@@ -241,7 +241,7 @@ async def test_a_model_that_is_unloaded_while_it_is_cut_anew_does_not_load(
     pool = EnginePool(
         PoolOptions(device="cpu", max_memory_bytes=2 << 30),
         groups=group,
-        cut_anew=lambda name, stages: (group(), "kitchen is slow."),
+        cut_anew=lambda *_: NewCut(group(), "kitchen is slow.", folder),
     )
     try:
         loading = asyncio.create_task(pool.load(folder, ["kitchen"]))

@@ -256,7 +256,7 @@ def test_a_group_is_cut_anew_by_measured_steps_and_says_why(folder: ModelFolder)
     assert made.anew("another", stages(first, 1, 9)) is None
     found = made.anew(MODEL, stages(first, 1, 9))
     assert found is not None
-    group, why = found
+    group, why = found.group, found.why
     assert [(member.name, member.first, member.last) for member in group.members] == [("studio", 3, 4)]
     assert "9.0 times as long on studio as on this" in why
     assert "layers 0 to 2 on this, 3 to 3 on studio" in why

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -33,6 +33,7 @@ from fleetd.errors import (
     DownloadFailed,
     FleetError,
     GroupLost,
+    Incompatible,
     MembersApart,
     ModelError,
     OutOfMemory,
@@ -115,6 +116,7 @@ class FleetGroup:
     after: the id of a group that has ended, whose layers the members free before they promise memory.
     hub: where the model's files are, if they are not here as a whole.
     bring: brings this machine's own layers.
+    new: node ids of the members that were not in the group before, and load their layers ahead (``prepare``).
     """
 
     # Layers are not divided.
@@ -136,7 +138,11 @@ class FleetGroup:
         after: str = "",
         hub: HubCommit | None = None,
         bring: Bring | None = None,
+        new: Collection[str] = (),
     ) -> None:
+        #: Called once the group begins to form.
+        self.on_form: Callable[[], None] = lambda: None
+        self._new = new
         self._after, self._hub, self._bring = after, hub, bring
         # How far this machine is with its own layers; None if it does not fetch them.
         self._own: MemberProgress | None = None
@@ -170,9 +176,30 @@ class FleetGroup:
         """How the members compute, as ``Arithmetic.kind`` has it."""
         return frozenset(held.arithmetic for held in self._held)
 
+    async def prepare(self, kind: str, until: Callable[[], Awaitable[None]]) -> None:
+        """Have the new members load their layers while the group before answers, and watch them until
+        ``until`` returns. ``form`` then has the others load theirs.
+
+        Args:
+            kind: how they have to compute, as ``Arithmetic.kind`` has it; "" for any.
+
+        Raises as ``form``, and Incompatible if one computes otherwise.
+        """
+        new = [held for held in self._held if held.part.machine.node_id in self._new]
+        for held in sorted(new, key=lambda held: held.part.machine.node_id):
+            await self._begin(held, _untold)
+        await gather_or_cancel(*(self._open(held, _untold) for held in new))
+        for held in new:
+            if kind and held.arithmetic != kind:
+                error = Incompatible(f"{held.name} does not compute the same bytes as the group has so far.")
+                self._failed(held.part.machine.node_id, error)
+                raise error
+        await _unless(_all(self._watch(held) for held in new), _done(until()))
+
     async def form(self, told: Callable[[Loading], None]) -> None:
         """Have every member load its layers, and open the streams to them. Raises the first failure, naming
         its machine: GroupLost, OutOfMemory, or ModelError if others would do no better."""
+        self.on_form()
         if self._bring is not None:
             await gather_or_cancel(
                 self._fetch(told), *(self._have_fetched(held, told) for held in self._held)
@@ -182,7 +209,8 @@ class FleetGroup:
         for held in sorted(self._held, key=lambda held: held.part.machine.node_id):
             if held.part.machine.node_id > self._partners.node_id:
                 self._promise()
-            await self._begin(held, told)
+            if held.stream is None:
+                await self._begin(held, told)
         self._promise()
         await gather_or_cancel(*(self._join(held, told) for held in self._held))
         await _unless(self.watch(), self._link())
@@ -292,6 +320,14 @@ class FleetGroup:
     async def _join(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
         """Until all members have their layers, or this one has left. A member expects its stream for seconds,
         and another one may load for minutes: so each stream is opened at once."""
+        if held.sock is None:
+            await self._open(held, told)
+        if all(each.sock is not None for each in self._held):
+            self._all_joined.set()
+        await _unless(self._watch(held), self._all_joined.wait())
+
+    async def _open(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
+        """Until a member has its layers, and its stream is open."""
         with self._forming(held):
             invitation = None
             while held.stream is not None and invitation is None:
@@ -300,9 +336,6 @@ class FleetGroup:
                 raise PeerLost("It is not in the group.")
             held.key = invitation.key
             held.sock = await self._partners.connect(held.part.machine.node_id, invitation)
-        if all(each.sock is not None for each in self._held):
-            self._all_joined.set()
-        await _unless(self._watch(held), self._all_joined.wait())
 
     # ---- between members -----------------------------------------------------------------------------------
 
@@ -407,6 +440,18 @@ class FleetGroup:
         again = "Send the request again: others may have its layers."
         hint = error.hint if isinstance(error, DownloadFailed) and error.hint else again
         return GroupLost(f"{held.name}: {error.message}", hint=hint)
+
+
+def _untold(_progress: Loading) -> None:
+    """Nobody waits for it."""
+
+
+async def _all(work: Iterator[Coroutine[Any, Any, None]]) -> None:
+    await gather_or_cancel(*work)
+
+
+async def _done(work: Awaitable[None]) -> None:
+    await work
 
 
 async def _unless(watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, Any]) -> None:
