@@ -6,8 +6,8 @@
 
 Both costs are of measured seconds, so what machines were believed to be when the model was cut plays no part.
 
-A machine outside of the group was not measured at this work. It is reckoned to be as much slower than believed
-as the one of the machines that stay for which that is worst:
+A machine outside of the group was not measured at this work. Of the machines that stay, one is the most times
+as slow as believed; a machine from outside is reckoned to be as many times as slow:
 
     layer_s  = believed_s · the largest measured layer_s / believed_s of the machines that stay
 
@@ -76,7 +76,7 @@ def cut_anew(
 
 
 class OtherMachines(msgspec.Struct, frozen=True):
-    """The machines outside of a group, and figures of one kind of these and of the group's own, by node id."""
+    """The machines outside of a group, and by node id figures of one kind of these and of the group's own."""
 
     machines: tuple[GroupMachine, ...]
     # Seconds of a plain step in one layer, as far as that is known without this model.

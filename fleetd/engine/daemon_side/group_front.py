@@ -50,10 +50,10 @@ class GroupLife(Protocol):
 class NewCut(NamedTuple):
     """Another cut of a model that is loaded, whose group has yet to form.
 
-    ``why``: as a sentence. ``folder``, ``over``: of the model, and the names of the other machines that a person
-    has chosen for it, with which it is loaded again if that fails; None if nobody has. ``prepare``: has machines
-    that hold nothing of the model yet load their layers, given how they have to compute ("" for any), and
-    returns when what it is given has; None if there are none. It raises FleetError: why they do not.
+    ``why``: as a sentence. ``folder``, ``over``: of the model, and the names of the other machines that a
+    person has chosen for it (None if nobody has), with which it is loaded again if that fails. ``prepare``:
+    has machines that hold nothing of the model yet load their layers, given how they have to compute ("" for
+    any), and returns when what it is given has; None if there are none. Raises FleetError: why they do not.
     """
 
     group: GroupLife

@@ -136,8 +136,8 @@ class EnginePool:
     groups: Callable[[ModelFolder, CpuArithmetic | Literal[""], Sequence[str]], GroupLife | None] = (
         lambda folder, arithmetic, over: None
     )
-    # Another cut of a model over machines, given its name, what its layers took lately and the tokens that were
-    # written with it; None: it stays as it is cut.
+    # Another cut of a model over machines, given its name, what its layers took lately and the tokens that
+    # were written with it; None: it stays as it is cut.
     cut_anew: Callable[[str, Sequence[GroupStage], int], NewCut | None] = lambda name, stages, tokens: None
     # The same for a model whose layers are divided: the other ranks. Raises FleetError if it cannot be.
     ranks: Callable[[ModelFolder, Sequence[str]], GroupLife] | None = None
@@ -353,8 +353,8 @@ class EnginePool:
     async def _prepared(
         self, model: LoadedModel, front: GroupFront, new: NewCut, ready: Awaitable[None]
     ) -> LoadedModel | None:
-        """Load it over another cut once machines that are new to it are ``ready``; None if they do not get so.
-        Meanwhile it answers as before."""
+        """Load it over another cut once machines that are new to it are ``ready``; None if they do not get
+        so. Meanwhile it answers as before."""
         log.info("group.prepared", model=model.name, reason=new.why)
         waiting = asyncio.ensure_future(ready)
         try:
@@ -382,7 +382,7 @@ class EnginePool:
         """Until nobody uses it. Raises Overloaded if that takes too long: machines keep memory for it."""
         try:
             async with asyncio.timeout(limits.GROUP_RECUT_S):
-                while not self._may_cut(model):
+                while not self._may_cut(model):  # noqa: ASYNC110  (idle for a while is no event)
                     await asyncio.sleep(_CHECK_S)
         except TimeoutError:
             raise Overloaded(f"{model.name} was in use all the time.") from None
