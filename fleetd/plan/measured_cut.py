@@ -140,7 +140,8 @@ def _exchanges(
     others: OtherMachines,
     context_tokens: int,
 ) -> list[Exchange]:
-    """Cuts without the slowest machine, without the two slowest ones and so on, the cheapest first."""
+    """Cuts without the slowest machine, without the two slowest ones and so on, the cheapest first; of those
+    that cost about the same, the one in which most machines stay."""
     here = held.parts[0].machine
     fast = sorted((part.machine for part in held.parts[1:]), key=lambda each: layer_s[each.node_id])
     found = []
@@ -158,7 +159,7 @@ def _exchanges(
         )
         if isinstance(new, GroupCut) and len(new.parts) <= len(held.parts):
             cost_s = _cost_s(new, seconds) + _way_s(new, others.hops_s)
-            found.append((cost_s, count, Exchange(new, 0.0, seconds)))
+            found.append((round(cost_s, 6), -count, Exchange(new, 0.0, seconds)))
     return [exchanged for _, _, exchanged in sorted(found, key=lambda each: each[:2])]
 
 
