@@ -459,6 +459,11 @@ async def _unless(watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any,
     working, watched = asyncio.create_task(work), asyncio.create_task(watching)
     try:
         await asyncio.wait({working, watched}, return_when=asyncio.FIRST_COMPLETED)
-        await (working if working.done() else watched)
+        # A member that is lost at the same moment is lost.
+        await (watched if watched.done() else working)
     finally:
         await cancel_all([working, watched])
+        for task in (working, watched):
+            # One of both is raised.
+            if not task.cancelled():
+                task.exception()
