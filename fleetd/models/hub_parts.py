@@ -130,6 +130,17 @@ def read(path: Path) -> HubPart:
     return found
 
 
+def digest_of(path: Path, models_dir: Path | None) -> str:
+    """The digest of the model of which a folder is a part from the hub, "" of any other folder. All parts of
+    a commit have the same. ``models_dir``: only parts in it are believed; None believes all."""
+    if not parts.is_from_hub(path) or models_dir not in (None, path.parent.parent):
+        return ""
+    try:
+        return read(path).listing.digest
+    except ModelCorrupt:
+        return ""
+
+
 def all_of(models_dir: Path) -> Iterator[tuple[Path, HubPart]]:
     """The parts that came from the hub, whose outline is here."""
     for path in parts.all_of(models_dir):

@@ -7,17 +7,19 @@ from typing import Any
 
 import browser as browsers
 import pytest
-from api_fakes import MODEL, speak
+from api_fakes import MODEL, speak, status
 from live_daemon import until
+from msgspec.structs import replace
 from page_fakes import PageWorld, goto
 
-from fleetd.control.daemon_status import MemoryBudget
+from fleetd.control.daemon_status import EngineStatus, MemoryBudget
 from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.control.model_change import ModelProgress
 from fleetd.control.model_listing import InstalledModel, ModelFit, ModelListing, OfferedModel
 from fleetd.control.prefill_plan import AddedPoint, AddedQuestion, AddedView
 from fleetd.errors import DownloadFailed, Forbidden
 from fleetd.models.hub_search import HubModel, HubPage
+from fleetd.models.parts import HeldPart
 
 pytestmark = [browsers.NEEDED, pytest.mark.one_loop]
 
@@ -119,6 +121,48 @@ def test_a_hub_that_cannot_be_asked_says_why(world: PageWorld) -> None:
     page.fill("#search", "qwen")
     page.keyboard.press("Enter")
     page.wait_for_selector(".trouble:has-text('The hub could not be reached. Check the network.')")
+
+
+# ---- In part ---------------------------------------------------------------------------------------------
+
+OWN_PART = HeldPart("big/own", 14, 30, 3 * GIB, 7 * GIB, own=True, from_hub=True)
+OTHERS_PART = HeldPart("theirs", 16, 30, 2 * GIB, 4 * GIB, own=False, from_hub=False)
+
+
+def in_part(world: PageWorld, *loaded: str) -> Any:
+    """The models view of a machine that has some layers of two models."""
+    world.models.parts = [OWN_PART, OTHERS_PART]
+    engines = [EngineStatus(model=f"{name}~0123abcd[0:16]", part_of=f"{name}~0123abcd") for name in loaded]
+    world.status = lambda: replace(status(fleet=world.fleet.fleet), engines=engines)
+    page = world.opened("models")
+    page.wait_for_selector("h2:text-is('In part on this machine')")
+    return page.locator("section[aria-labelledby='in-part']")
+
+
+def test_models_of_which_a_machine_has_some_layers_stand_apart(world: PageWorld) -> None:
+    section = in_part(world, "theirs")
+    own, others = (section.locator("li", has_text=name) for name in ("own", "theirs"))
+    text = own.inner_text()
+    for said in ("14 of 30 layers", "3.2 GB of 7.5 GB on disk", "from the hub", "in part", "with others"):
+        assert said in text, said
+    assert "loaded" not in text
+    assert own.get_by_role("button").all_inner_texts() == ["Load", "Remove …"]
+    text = others.inner_text()
+    for said in ("16 of 30 layers", "from the machine that answers", "loaded", "another machine answers"):
+        assert said in text, said
+    # Its layers are in use, and nothing is asked of it here.
+    assert others.get_by_role("button").all_inner_texts() == ["Remove …"]
+    assert others.get_by_role("button").is_disabled()
+
+
+def test_layers_are_removed_at_the_second_click_only(world: PageWorld) -> None:
+    row = in_part(world).locator("li", has_text="theirs")
+    row.get_by_text("Remove …").click()
+    assert world.models.removed == []
+    row.get_by_text("Keep it").click()
+    row.get_by_text("Remove …").click()
+    row.get_by_text("Remove 2.1 GB for good").click()
+    until(lambda: world.models.removed == ["theirs"])
 
 
 # ---- Models of other machines ----------------------------------------------------------------------------

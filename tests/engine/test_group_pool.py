@@ -18,7 +18,8 @@ from sharing import LAYERS, write
 
 from fleetd import limits
 from fleetd.control.prefill_trace import GroupStage
-from fleetd.engine.daemon_side.group_front import GroupFront, GroupLife
+from fleetd.engine.daemon_side import pool as pool_module
+from fleetd.engine.daemon_side.group_front import GroupFront, NewCut
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import Loading
 from fleetd.engine.settings import GroupMember
@@ -192,9 +193,9 @@ async def test_a_group_that_nobody_uses_is_loaded_over_another_cut(
         made.append(HeldGroup(["kitchen"]))
         return made[-1]
 
-    def cut_anew(name: str, stages: Sequence[GroupStage]) -> tuple[GroupLife, str]:
+    def cut_anew(name: str, stages: Sequence[GroupStage], tokens: int) -> NewCut:
         seen.append((name, stages))
-        return group(), "kitchen is slow."
+        return NewCut(group(), "kitchen is slow.", folder)
 
     pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30), groups=group, cut_anew=cut_anew)
     try:
@@ -264,7 +265,7 @@ async def test_a_model_that_is_unloaded_while_it_is_cut_anew_does_not_load(
     pool = EnginePool(
         PoolOptions(device="cpu", max_memory_bytes=2 << 30),
         groups=group,
-        cut_anew=lambda name, stages: (group(), "kitchen is slow."),
+        cut_anew=lambda *_: NewCut(group(), "kitchen is slow.", folder),
     )
     try:
         loading = asyncio.create_task(pool.load(folder, ["kitchen"]))
@@ -292,6 +293,58 @@ async def test_a_model_that_is_unloaded_while_it_is_cut_anew_does_not_load(
         assert pool.status() == []
         assert not made[1].begun.is_set()
         assert [getattr(each, "closed", None) for each in made] == [True, True]
+    finally:
+        await pool.close()
+
+
+@pytest.mark.parametrize("ends", ["unloaded", "closed"])
+async def test_other_machines_load_for_a_model_only_as_long_as_it_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    monkeypatch.setattr(limits, "GROUP_RECUT_IDLE_S", 0.0)
+    monkeypatch.setattr(pool_module, "_CHECK_S", 0.01)
+    folder, made = folder_of(write(tmp_path / "tiny")), list[FormingGroup]()
+    prepares, given_up = asyncio.Event(), asyncio.Event()
+
+    def group(*_: object) -> FormingGroup:
+        made.append(HeldGroup(["kitchen"]))
+        return made[-1]
+
+    async def prepare(kind: str, until: object) -> None:
+        prepares.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+
+    pool = EnginePool(
+        PoolOptions(device="cpu", max_memory_bytes=2 << 30),
+        groups=group,
+        cut_anew=lambda *_: NewCut(group(), "kitchen is slow.", folder, None, prepare),
+    )
+    try:
+        loading = asyncio.create_task(pool.load(folder, ["kitchen"]))
+        await forming(pool, folder, made, 1)
+        front = pool.loading_engine(folder)
+        assert isinstance(front, GroupFront)
+        front.state, front.stages = "ready", [GroupStage("", 0, 2, 0.1, 0.0, 64)]
+        await front._notify()
+        await loading
+        pool.cut_when_idle()
+        await prepares.wait()
+        # The group before is held meanwhile.
+        assert pool.engine(folder) is front
+        if ends == "unloaded":
+            assert await pool.unload(folder.name)
+        else:
+            await pool.close()
+        await given_up.wait()
+        cutting = pool._cutting
+        assert cutting is not None
+        await asyncio.wait([cutting])
+        assert [getattr(each, "closed", None) for each in made] == [True, True]
+        assert not made[1].begun.is_set()
+        assert pool.status() == []
     finally:
         await pool.close()
 

@@ -164,3 +164,35 @@ def test_a_machine_without_the_hub_gets_its_layers_through_the_one_that_asks(
     (held,) = pair["beta"].control("GET", "/fleet/v1/models")["in_part"]
     assert not held["from_hub"]
     assert "group.fetched_here" in alpha.log.read_text()
+
+
+# Three blocks: home's queue for its disk takes no more, with so little memory.
+STORY = " ".join(f"In week {n} the fox saw {n + 3} geese by the old mill." for n in range(24))
+
+
+def read(daemon: LiveDaemon) -> tuple[str, dict[str, Any]]:
+    """The answer to a long prompt, and how it was read."""
+    text, timings = "", {}
+    with daemon.stream(HUB_ID, STORY, max_tokens=16, temperature=0) as events:
+        for event in checked(events):
+            text += text_of(event)
+            timings = event.get("timings") or timings
+    return text, timings
+
+
+def test_a_prompt_comes_back_from_both_disks_when_both_machines_were_restarted(pair: LiveFleet) -> None:
+    alpha = pair["alpha"]
+    assert alpha.control("POST", "/fleet/v1/models/load", {**TOGETHER, "stream": False}) == {"ok": True}
+    text, timings = read(alpha)
+    assert timings.get("restored_n", 0) == 0
+    assert timings["prompt_n"] > 384
+    alpha.control("POST", "/fleet/v1/models/unload", {"model": HUB_ID})
+    until(lambda: not pair["beta"].status()["engines"], 60)
+    for daemon in pair:
+        daemon.restart()
+    pair.until_usable()
+    # Its first card says nothing of its disk yet.
+    until(lambda: alpha.control("POST", "/fleet/v1/models/load", {**TOGETHER, "stream": False}).get("ok"))
+    again, timings = read(alpha)
+    assert again == text
+    assert timings["restored_n"] >= 256

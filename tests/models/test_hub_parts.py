@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 from hub_files import COMMIT, Hub, git_sha1, serving
+from hub_outlines import outline
 from huggingface_hub import constants
 from model_files import make_folder, write_weights
+from sharing import write
 
 from fleetd.errors import DiskFull, DownloadFailed, ModelCorrupt, ModelNotFound, ModelUnsupported
 from fleetd.models import hub_parts, install, layer_files, parts
@@ -322,3 +324,15 @@ def test_the_listing_decides_the_digest() -> None:
     others = [msgspec.structs.replace(file, **fields) for fields in changes]
     digests = {hub_parts.HubListing(at, [each]).digest for each in others}
     assert len(digests | {one.digest}) == 5
+
+
+def test_a_part_has_the_digest_of_its_commit_and_only_where_parts_are(tmp_path: Path) -> None:
+    folder = outline(write(tmp_path / "tiny"), tmp_path / "models")
+    listed = hub_parts.read(folder.path).listing.digest
+    assert hub_parts.digest_of(folder.path, tmp_path / "models") == listed
+    assert hub_parts.digest_of(folder.path, None) == listed
+    # What lies elsewhere could say anything of itself.
+    assert hub_parts.digest_of(folder.path, tmp_path / "others") == ""
+    assert hub_parts.digest_of(tmp_path / "tiny", None) == ""
+    (folder.path / hub_parts.FILE_NAME).write_text("{")
+    assert hub_parts.digest_of(folder.path, None) == ""

@@ -18,6 +18,7 @@ from fleetd import limits
 from fleetd.control.group_view import GroupView
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_trace import GroupStage
+from fleetd.engine.daemon_side.group_front import NewCut
 from fleetd.engine.protocol import Generate, TextPrompt
 from fleetd.errors import FleetError, InvalidValue, NoMachine, OutOfMemory
 from fleetd.limits import GIB
@@ -30,6 +31,7 @@ from fleetd.plan import chip_speeds
 from fleetd.plan.group_cut import GroupMachine, GroupPart
 from fleetd.plan.measured_cut import LEAST_STEPS
 from fleetd.plan.refusals import THIS_NODE
+from fleetd.requests.groups.layer_times import LayerTimes
 from fleetd.requests.groups.planning import FleetGroups
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.members.members import Member, Members
@@ -285,7 +287,7 @@ def test_a_group_is_cut_anew_by_measured_steps_and_says_why(folder: ModelFolder)
     assert made.anew("another", stages(first, 1, 9)) is None
     found = made.anew(MODEL, stages(first, 1, 9))
     assert found is not None
-    group, why = found
+    group, why = found.group, found.why
     assert [(member.name, member.first, member.last) for member in group.members] == [("studio", 3, 4)]
     assert "9.0 times as long on studio as on this" in why
     assert "layers 0 to 2 on this, 3 to 3 on studio" in why
@@ -316,3 +318,139 @@ def test_what_was_measured_decides_the_next_load_until_a_member_refuses_it(folde
     # That cut cannot be held after all, and the first one could.
     again._failed("studio", OutOfMemory("No room."))
     assert [(part.first, part.last) for part in view_of(made, folder).parts] == [(0, 2), (2, 4)]
+
+
+def test_what_was_measured_is_forgotten_after_a_day() -> None:
+    clock = TurnedClock()
+    times = LayerTimes(clock)
+    times.took("d", {"this": 0.001, "studio": 0.002})
+    clock.now_s += limits.GROUP_RECUT_MOST_S / 2
+    times.took("d", {"this": 0.003})
+    assert times.known("d") == {"this": 0.003, "studio": 0.002}
+    clock.now_s += limits.GROUP_RECUT_MOST_S / 2 + 1
+    assert times.known("d") == {"this": 0.003}
+    times.forget("d")
+    assert times.known("d") == {}
+
+
+# ---- machines from outside -------------------------------------------------------------------------------
+
+MANY = 10**9
+
+
+def trio(folder: ModelFolder, *more: Member, **figures: Any) -> tuple[FleetGroups, list[Member]]:
+    """Layers are on this machine and on studio; others have joined since."""
+    machines = [other("studio")]
+    made = FleetGroups(
+        None,  # type: ignore[arg-type]  # nothing is sent
+        Members(lambda: machines, own),
+        lambda: WeightRules("cpu", "float32", available=False, budget_bytes=8 * GIB),
+    )
+    assert made(folder, "", **figures) is not None
+    made._loaded = lambda _: MeasuredSpeed()
+    machines += more
+    return made, machines
+
+
+def slow(made: FleetGroups, folder: ModelFolder, *layer_ms: float, tokens: int = MANY) -> NewCut | None:
+    view = made.loaded(folder)
+    assert view is not None
+    return made.anew(MODEL, stages(view, *layer_ms), tokens)
+
+
+def test_an_idle_machine_takes_the_place_of_a_slow_one_and_the_reason_is_said(folder: ModelFolder) -> None:
+    made, _ = trio(folder, other("kitchen"))
+    found = slow(made, folder, 5, 40)
+    assert found is not None
+    assert [(member.name, member.first, member.last) for member in found.group.members] == [("kitchen", 2, 4)]
+    assert found.why == (
+        "Cut anew with kitchen in the place of studio, as a layer was measured to take 8.0 times as long on "
+        "studio as is reckoned for kitchen: layers 0 to 1 on this, 2 to 3 on kitchen. That gains about 452 %."
+    )
+    assert found.prepare is not None
+    # The one that is held goes on until the other one forms.
+    view = made.loaded(folder)
+    assert view is not None
+    assert [part.machine for part in view.parts] == ["this", "studio"]
+    found.group.on_form()
+    view = made.loaded(folder)
+    assert view is not None
+    assert [part.machine for part in view.parts] == ["this", "kitchen"]
+    assert view.why.endswith(found.why)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"running": 1},
+        {"waiting": 1},
+        {"unread_tokens": 500},
+        {"draining": True},
+        {"usable_bytes": WORKING_BYTES + 1000},
+    ],
+)
+def test_a_machine_that_is_busy_or_has_no_room_takes_no_place(
+    folder: ModelFolder, changed: dict[str, Any]
+) -> None:
+    kitchen = other("kitchen")
+    made, _ = trio(folder, replace(kitchen, card=replace(kitchen.card, **changed)))
+    found = slow(made, folder, 5, 40)
+    assert found is None or found.group.members[0].name == "studio"
+
+
+@pytest.mark.parametrize("fields", [{"sees": False}, {"reach": "It is off."}, {"digest": "e"}])
+def test_a_machine_that_may_not_hold_layers_takes_no_place(folder: ModelFolder, fields: Any) -> None:
+    made, _ = trio(folder, other("kitchen", **fields))
+    found = slow(made, folder, 5, 40)
+    assert found is None or found.group.members[0].name == "studio"
+
+
+def test_machines_that_a_person_has_named_stay(folder: ModelFolder) -> None:
+    made, _ = trio(folder, other("kitchen"), over=["studio"])
+    found = slow(made, folder, 5, 40)
+    assert found is not None
+    assert (found.group.members[0].name, found.over, found.prepare) == ("studio", ("studio",), None)
+
+
+def test_a_group_that_was_hardly_used_does_not_change_its_machines(folder: ModelFolder) -> None:
+    made, _ = trio(folder, other("kitchen"))
+    found = slow(made, folder, 5, 40, tokens=1)
+    assert found is not None
+    assert found.group.members[0].name == "studio"
+
+
+def test_a_machine_that_would_have_to_fetch_for_long_waits_until_that_pays(folder: ModelFolder) -> None:
+    bare = other("kitchen", digest="e")
+    fetching = replace(bare, card=replace(bare.card, part_bytes=8 * GIB), bytes_per_s=1e6)
+    made, _ = trio(folder, fetching)
+    found = slow(made, folder, 5, 40, tokens=50)
+    assert found is not None
+    assert found.group.members[0].name == "studio"
+    made, _ = trio(folder, fetching)
+    found = slow(made, folder, 5, 40)
+    assert found is not None
+    assert found.group.members[0].name == "kitchen"
+
+
+def test_the_next_load_takes_the_machine_that_was_measured_to_be_faster(folder: ModelFolder) -> None:
+    made, machines = trio(folder, other("kitchen"))
+    assert slow(made, folder, 5, 40) is not None
+    again = made(folder, "")
+    assert again is not None
+    assert [member.name for member in again.members] == ["kitchen"]
+    # It cannot be asked any more: then the slow one is.
+    machines[1] = other("kitchen", reach="It is off.")
+    again = made(folder, "")
+    assert again is not None
+    assert [member.name for member in again.members] == ["studio"]
+
+
+def test_a_machine_that_failed_to_take_the_place_leaves_what_was_measured(folder: ModelFolder) -> None:
+    made, _ = trio(folder, other("kitchen"))
+    found = slow(made, folder, 5, 40)
+    assert found is not None
+    found.group._failed("kitchen", OutOfMemory("No room."))
+    assert made._layer_times.known("d").keys() == {THIS_NODE, "studio"}
+    again = made(folder, "")
+    assert again is not None
+    assert [member.name for member in again.members] == ["studio"]

@@ -37,6 +37,7 @@ from fleetd.engine.protocol import (
 from fleetd.errors import FleetError, ModelNotFound
 from fleetd.models.model_store import UnlistedFolder
 from fleetd.models.other_stores import FoundFile
+from fleetd.models.parts import HeldPart
 from fleetd.requests.job import Job
 
 WITHIN_S = 60.0
@@ -307,6 +308,7 @@ class FakeModels:
     cancelled_pulls: int = 0
     pull_ended: asyncio.Event = field(default_factory=asyncio.Event)
     removed: list[str] = field(default_factory=list)
+    parts: list[HeldPart] = field(default_factory=list)
 
     def resolve(self, ref: str) -> FakeFolder:
         if ref not in self.names:
@@ -325,8 +327,8 @@ class FakeModels:
     def answerable(self) -> list[FakeFolder]:
         return self.installed()
 
-    def parts_here(self) -> list[Any]:
-        return []
+    def parts_here(self) -> list[HeldPart]:
+        return self.parts
 
     def needs_pull(self, ref: str) -> bool:
         return ref in self.known and ref not in self.names

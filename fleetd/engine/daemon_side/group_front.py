@@ -8,8 +8,8 @@ start ──► form: every member loads ──► spawn ──► connect ─�
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import structlog
@@ -23,6 +23,7 @@ from fleetd.engine.failures import typed
 from fleetd.engine.protocol import Event, Finished, Loading
 from fleetd.engine.settings import GroupMember, RingPlace, WorkerSettings
 from fleetd.errors import EngineDied, FleetError
+from fleetd.models.folder import ModelFolder
 
 log = structlog.get_logger(__name__)
 
@@ -46,6 +47,22 @@ class GroupLife(Protocol):
     def close(self) -> None: ...
 
 
+class NewCut(NamedTuple):
+    """Another cut of a model that is loaded, whose group has yet to form.
+
+    ``why``: as a sentence. ``folder``, ``over``: of the model, and the names of the other machines that a
+    person has chosen for it (None if nobody has), with which it is loaded again if that fails. ``prepare``:
+    has machines that hold nothing of the model yet load their layers, given how they have to compute ("" for
+    any), and returns when what it is given has; None if there are none. Raises FleetError: why they do not.
+    """
+
+    group: GroupLife
+    why: str
+    folder: ModelFolder
+    over: Sequence[str] | None = None
+    prepare: Callable[[str, Callable[[], Awaitable[None]]], Awaitable[None]] | None = None
+
+
 class GroupFront(EngineProcess):
     """An EngineProcess whose ``start`` returns before its process runs. ``options``: as EngineProcess."""
 
@@ -58,6 +75,8 @@ class GroupFront(EngineProcess):
         self._life: asyncio.Task[None] | None = None
         # What plain steps took lately in the layers of each machine, by the last answer.
         self.stages: Sequence[GroupStage] = ()
+        # Tokens of all answers since it was loaded.
+        self.written_tokens = 0
         # Why it was cut anew, as a sentence; "" for a first cut.
         self.cut_anew = ""
 
@@ -80,6 +99,12 @@ class GroupFront(EngineProcess):
             return False
         arithmetic = self.facts.arithmetic if self.facts is not None else None
         return arithmetic is not None and self._group.kinds <= {arithmetic.kind}
+
+    @property
+    def exact_kind(self) -> str:
+        """How another machine has to compute for the group to stay exact; "" if it is not."""
+        facts = self.facts
+        return facts.arithmetic.kind if self.exact and facts is not None and facts.arithmetic else ""
 
     @property
     def speed(self) -> MeasuredSpeed:
@@ -139,8 +164,9 @@ class GroupFront(EngineProcess):
             self.kill(self.error or error)
 
     def _on_event(self, event: Event, now: float) -> None:
-        if isinstance(event, Finished) and event.stages:
-            self.stages = event.stages
+        if isinstance(event, Finished):
+            self.written_tokens += event.usage.completion_tokens
+            self.stages = event.stages or self.stages
         super()._on_event(event, now)
 
     async def _gone(self, process: asyncio.subprocess.Process) -> None:

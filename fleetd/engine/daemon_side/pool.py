@@ -27,7 +27,7 @@ from fleetd.control.model_change import Split
 from fleetd.control.model_facts import KvBits
 from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.cpu import address_space, openmp_file
-from fleetd.engine.daemon_side.group_front import GroupFront, GroupLife
+from fleetd.engine.daemon_side.group_front import GroupFront, GroupLife, NewCut
 from fleetd.engine.daemon_side.loaded_model import LoadedModel
 from fleetd.engine.daemon_side.replay import Replay
 from fleetd.engine.daemon_side.supervisor import EngineProcess, no_progress
@@ -144,9 +144,9 @@ class EnginePool:
     groups: Callable[[ModelFolder, ModelSizes, Sequence[str]], GroupLife | None] = (
         lambda folder, sizes, over: None
     )
-    # The same machines with other parts of a model that they hold, and why, given the model's name and what
-    # its layers took lately; None: it stays as it is cut.
-    cut_anew: Callable[[str, Sequence[GroupStage]], tuple[GroupLife, str] | None] = lambda name, stages: None
+    # Another cut of a model over machines, given its name, what its layers took lately and the tokens that
+    # were written with it; None: it stays as it is cut.
+    cut_anew: Callable[[str, Sequence[GroupStage], int], NewCut | None] = lambda name, stages, tokens: None
     # The same for a model whose layers are divided: the other ranks. Raises FleetError if it cannot be.
     ranks: Callable[[ModelFolder, Sequence[str], ModelSizes], GroupLife] | None = None
     # The folder of what drafts from a model's hidden states; None: what lies in its own folder, if anything.
@@ -330,37 +330,106 @@ class EnginePool:
         quiet = model.first.idle_s >= limits.GROUP_RECUT_IDLE_S and self._turns is None
         return quiet and model.state == "ready" and not model.busy and not self._in_use(model.name)
 
+    def _held_ready(self, model: LoadedModel) -> bool:
+        return self._models.get(model.name) is model and model.state == "ready"
+
     async def _cut(self, model: LoadedModel, front: GroupFront) -> None:
         """Load a model over another cut, if there is a better one. Requests that come meanwhile wait for that
-        load as for any other; if it fails, the next one plans anew and loads it."""
-        name = model.name
+        load as for any other; if it fails, the model is loaded as it was."""
+        cut: LoadedModel | None = None
         async with self._starting:
-            if self._models.get(name) is not model or not self._may_cut(model):
+            if not self._held_ready(model) or not self._may_cut(model):
                 return
             # Each answer's figures are looked at once.
             stages, front.stages = front.stages, ()
-            if (found := self.cut_anew(name, stages)) is None:
+            if (new := self.cut_anew(model.name, stages, front.written_tokens)) is None:
                 return
-            group, why = found
-            cut = LoadedModel([front.over(group, self._held_besides(front), why)], self._exited)
-            self._models[name] = cut
-            try:
-                # The memory of its machines holds one of both.
-                await self._end(model)
-                await cut.start()
-            except BaseException as error:
-                # Unloaded meanwhile, or cancelled: no request may wait for what was never started.
-                if self._models.get(name) is cut:
-                    del self._models[name]
-                if not isinstance(error, FleetError):
-                    raise
-                log.info("group.not_cut_anew", model=name, code=error.code, reason=error.message)
-                return
+            if new.prepare is None:
+                cut = await self._switched(model, front, new)
+        if new.prepare is not None:
+            ready = new.prepare(front.exact_kind, partial(self._unused, model))
+            cut = await self._prepared(model, front, new, ready)
+        if cut is None:
+            return
         try:
             async for _ in cut.loaded():
                 pass
         except FleetError as error:
-            log.warning("group.not_cut_anew", model=name, code=error.code, reason=error.message)
+            log.warning("group.not_cut_anew", model=model.name, code=error.code, reason=error.message)
+            await self._as_before(cut, new)
+
+    async def _prepared(
+        self, model: LoadedModel, front: GroupFront, new: NewCut, ready: Awaitable[None]
+    ) -> LoadedModel | None:
+        """Load it over another cut once machines that are new to it are ``ready``; None if they do not get
+        so. Meanwhile it answers as before."""
+        log.info("group.prepared", model=model.name, reason=new.why)
+        waiting = asyncio.ensure_future(ready)
+        try:
+            while not waiting.done():
+                if not self._held_ready(model):
+                    raise EngineDied(f"{model.name} is not loaded any more.")
+                await asyncio.wait([waiting], timeout=_CHECK_S)
+            await waiting
+            async with self._starting:
+                if not self._held_ready(model) or not self._may_cut(model):
+                    raise Overloaded(f"{model.name} is in use again.")
+                return await self._switched(model, front, new)
+        except FleetError as error:
+            log.info("group.not_cut_anew", model=model.name, code=error.code, reason=error.message)
+            new.group.close()
+            return None
+        except BaseException:
+            new.group.close()
+            raise
+        finally:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+    async def _unused(self, model: LoadedModel) -> None:
+        """Until nobody uses it. Raises Overloaded if that takes too long: machines keep memory for it."""
+        try:
+            async with asyncio.timeout(limits.GROUP_RECUT_S):
+                while not self._may_cut(model):  # noqa: ASYNC110  (idle for a while is no event)
+                    await asyncio.sleep(_CHECK_S)
+        except TimeoutError:
+            raise Overloaded(f"{model.name} was in use all the time.") from None
+
+    async def _switched(self, model: LoadedModel, front: GroupFront, new: NewCut) -> LoadedModel | None:
+        """The other cut in the place of the one that is loaded, started. None if that could not be."""
+        name = model.name
+        cut = LoadedModel([front.over(new.group, self._held_besides(front), new.why)], self._exited)
+        self._models[name] = cut
+        try:
+            # The memory of machines that are in both holds one of both.
+            await self._end(model)
+            await cut.start()
+        except BaseException as error:
+            # Unloaded meanwhile, or cancelled: no request may wait for what was never started.
+            if self._models.get(name) is cut:
+                del self._models[name]
+            new.group.close()
+            if not isinstance(error, FleetError):
+                raise
+            log.info("group.not_cut_anew", model=name, code=error.code, reason=error.message)
+            return None
+        return cut
+
+    async def _as_before(self, cut: LoadedModel, new: NewCut) -> None:
+        """Load a model as it was before ``cut``, which failed, unless a request has done so, or it was
+        unloaded."""
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + limits.GROUP_AGAIN_S
+        while (now := self._models.get(cut.name)) is not None and (now is cut or now.state == "failed"):
+            try:
+                async for _ in self.loading(new.folder, evict=False, over=new.over):
+                    pass
+            except FleetError as error:
+                # Machines may have yet to free their parts of the other cut.
+                if not isinstance(error, OutOfMemory) or clock() > until_s:
+                    log.warning("group.not_again", model=cut.name, code=error.code, reason=error.message)
+                    return
+                await asyncio.sleep(_CHECK_S)
 
     async def stream(
         self, folder: ModelFolder, request: Generate, over: Collection[str] | None = None

@@ -57,7 +57,7 @@ from fleetd.engine.speculation.mtp_source import WorkerHead
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models import digest as digests
-from fleetd.models import manifest
+from fleetd.models import hub_parts, manifest
 from fleetd.models.json_files import read_json
 from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.storage.cached_results import CachedResult
@@ -412,7 +412,12 @@ def _record(settings: WorkerSettings) -> Path | None:
 
 def _digest(settings: WorkerSettings) -> str:
     """The model's digest, under which results are stored; "" if nothing is stored."""
-    return digests.remembered(Path(settings.path), _record(settings)) if settings.cache else ""
+    if not settings.cache:
+        return ""
+    path = Path(settings.path)
+    record = _record(settings)
+    models_dir = record.parent.parent if record is not None else None
+    return hub_parts.digest_of(path, models_dir) or digests.remembered(path, record)
 
 
 @over_files("The model cannot decode two answers", RuntimeError)

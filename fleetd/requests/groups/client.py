@@ -14,7 +14,7 @@ import asyncio
 import math
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -34,6 +34,7 @@ from fleetd.errors import (
     DownloadFailed,
     FleetError,
     GroupLost,
+    Incompatible,
     MembersApart,
     ModelError,
     OutOfMemory,
@@ -123,6 +124,7 @@ class FleetGroup:
     hub: where the model's files are, if they are not here as a whole.
     bring: brings this machine's own layers.
     load_s: about how many seconds the machine of a part takes to load it.
+    new: node ids of the members that were not in the group before, and load their layers ahead (``prepare``).
     """
 
     # Layers are not divided.
@@ -145,7 +147,11 @@ class FleetGroup:
         hub: HubCommit | None = None,
         bring: Bring | None = None,
         load_s: Callable[[GroupPart], float] = lambda part: chip_speeds.load_s(part.weights_bytes),
+        new: Collection[str] = (),
     ) -> None:
+        #: Called once the group begins to form.
+        self.on_form: Callable[[], None] = lambda: None
+        self._new = new
         self._after, self._hub, self._bring = after, hub, bring
         self._load_s = load_s
         # How far this machine is with its own layers; None if it does not fetch them.
@@ -180,9 +186,30 @@ class FleetGroup:
         """How the members compute, as ``Arithmetic.kind`` has it."""
         return frozenset(held.arithmetic for held in self._held)
 
+    async def prepare(self, kind: str, until: Callable[[], Awaitable[None]]) -> None:
+        """Have the new members load their layers while the group before answers, and watch them until
+        ``until`` returns. ``form`` then has the others load theirs.
+
+        Args:
+            kind: how they have to compute, as ``Arithmetic.kind`` has it; "" for any.
+
+        Raises as ``form``, and Incompatible if one computes otherwise.
+        """
+        new = [held for held in self._held if held.part.machine.node_id in self._new]
+        for held in sorted(new, key=lambda held: held.part.machine.node_id):
+            await self._begin(held, _untold)
+        await gather_or_cancel(*(self._open(held, _untold) for held in new))
+        for held in new:
+            if kind and held.arithmetic != kind:
+                error = Incompatible(f"{held.name} does not compute the same bytes as the group has so far.")
+                self._failed(held.part.machine.node_id, error)
+                raise error
+        await _unless(_all(self._watch(held) for held in new), _done(until()))
+
     async def form(self, told: Callable[[Loading], None]) -> None:
         """Have every member load its layers, and open the streams to them. Raises the first failure, naming
         its machine: GroupLost, OutOfMemory, or ModelError if others would do no better."""
+        self.on_form()
         if self._bring is not None:
             await gather_or_cancel(
                 self._fetch(told), *(self._have_fetched(held, told) for held in self._held)
@@ -192,7 +219,8 @@ class FleetGroup:
         for held in sorted(self._held, key=lambda held: held.part.machine.node_id):
             if held.part.machine.node_id > self._partners.node_id:
                 self._promise()
-            await self._begin(held, told)
+            if held.stream is None:
+                await self._begin(held, told)
         self._promise()
         await gather_or_cancel(*(self._join(held, told) for held in self._held))
         await _unless(self.watch(), self._link())
@@ -304,6 +332,14 @@ class FleetGroup:
     async def _join(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
         """Until all members have their layers, or this one has left. A member expects its stream for seconds,
         and another one may load for minutes: so each stream is opened at once."""
+        if held.sock is None:
+            await self._open(held, told)
+        if all(each.sock is not None for each in self._held):
+            self._all_joined.set()
+        await _unless(self._watch(held), self._all_joined.wait())
+
+    async def _open(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
+        """Until a member has its layers, and its stream is open."""
         with self._forming(held):
             invitation = None
             # What it has said meanwhile was not listened to.
@@ -314,9 +350,6 @@ class FleetGroup:
                 raise PeerLost("It is not in the group.")
             held.key = invitation.key
             held.sock = await self._partners.connect(held.part.machine.node_id, invitation)
-        if all(each.sock is not None for each in self._held):
-            self._all_joined.set()
-        await _unless(self._watch(held), self._all_joined.wait())
 
     # ---- between members -----------------------------------------------------------------------------------
 
@@ -433,11 +466,28 @@ class FleetGroup:
         return GroupLost(f"{held.name}: {error.message}", hint=hint)
 
 
+def _untold(_progress: Loading) -> None:
+    """Nobody waits for it."""
+
+
+async def _all(work: Iterator[Coroutine[Any, Any, None]]) -> None:
+    await gather_or_cancel(*work)
+
+
+async def _done(work: Awaitable[None]) -> None:
+    await work
+
+
 async def _unless(watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, Any]) -> None:
     """Wait for ``work``. Raises what ``watching`` ends with before."""
     working, watched = asyncio.create_task(work), asyncio.create_task(watching)
     try:
         await asyncio.wait({working, watched}, return_when=asyncio.FIRST_COMPLETED)
-        await (working if working.done() else watched)
+        # A member that is lost at the same moment is lost.
+        await (watched if watched.done() else working)
     finally:
         await cancel_all([working, watched])
+        for task in (working, watched):
+            # One of both is raised.
+            if not task.cancelled():
+                task.exception()

@@ -52,11 +52,36 @@ def cut_anew_because(before: GroupCut, now: GroupCut, layer_s: Mapping[str, floa
     slow = max(before.parts, key=lambda part: layer_s[part.machine.node_id])
     fast = min(before.parts, key=lambda part: layer_s[part.machine.node_id])
     times = layer_s[slow.machine.node_id] / layer_s[fast.machine.node_id]
-    parts = ", ".join(f"{part.first} to {part.last - 1} on {_name(before, part)}" for part in now.parts)
     return (
         f"Cut anew, as a layer was measured to take {times:.1f} times as long on {_name(before, slow)} as on "
-        f"{_name(before, fast)}: layers {parts}. That gains about {100 * gain:.0f} %."
+        f"{_name(before, fast)}: layers {_layers(before, now)}. That gains about {100 * gain:.0f} %."
     )
+
+
+def exchanged_because(before: GroupCut, now: GroupCut, layer_s: Mapping[str, float], gain: float) -> str:
+    """Why other machines take the place of some, as a sentence. ``layer_s``, ``gain``: as
+    ``cut_anew_because``."""
+    left, came = _without(before, now), _without(now, before)
+    slow = max(left, key=lambda part: layer_s[part.machine.node_id])
+    fast = min(came or now.parts, key=lambda part: layer_s[part.machine.node_id])
+    times = layer_s[slow.machine.node_id] / layer_s[fast.machine.node_id]
+    names, places = (" and ".join(part.machine.name for part in parts) for parts in (came, left))
+    who = f"with {names} in the place of {places}" if came else f"without {places}"
+    return (
+        f"Cut anew {who}, as a layer was measured to take {times:.1f} times as long on {_name(before, slow)} "
+        f"as is reckoned for {_name(before, fast)}: layers {_layers(before, now)}. That gains about "
+        f"{100 * gain:.0f} %."
+    )
+
+
+def _without(one: GroupCut, other: GroupCut) -> list[GroupPart]:
+    """The parts of machines that are in one cut and not in the other."""
+    node_ids = {part.machine.node_id for part in other.parts}
+    return [part for part in one.parts if part.machine.node_id not in node_ids]
+
+
+def _layers(before: GroupCut, now: GroupCut) -> str:
+    return ", ".join(f"{part.first} to {part.last - 1} on {_name(before, part)}" for part in now.parts)
 
 
 def _name(found: GroupCut, part: GroupPart) -> str:

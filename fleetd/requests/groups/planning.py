@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -13,6 +14,7 @@ from fleetd import limits
 from fleetd.control.group_view import DividedView, GroupView
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_trace import GroupStage
+from fleetd.engine.daemon_side.group_front import NewCut
 from fleetd.errors import FleetError, Incompatible, ModelCorrupt, ModelUnsupported, NoMachine, OutOfMemory
 from fleetd.models import file_threads, model_sizes
 from fleetd.models.folder import ModelFolder
@@ -30,15 +32,16 @@ from fleetd.plan.group_cut import (
     Shortage,
     cut_with_fetchers,
 )
-from fleetd.plan.measured_cut import cut_anew, layer_seconds
+from fleetd.plan.measured_cut import OtherMachines, cut_anew, exchange, layer_seconds
 from fleetd.process.observe import get_logger
 from fleetd.requests.groups.client import FleetGroup
-from fleetd.requests.groups.group_views import cut_anew_because, group_view
+from fleetd.requests.groups.group_views import cut_anew_because, exchanged_because, group_view
 from fleetd.requests.groups.known_hops import KnownHops
+from fleetd.requests.groups.layer_times import LayerTimes
 from fleetd.requests.groups.machine_speeds import decode_tok_s
 from fleetd.requests.groups.part_fetchers import fetchers, most_layers, whole_model
 from fleetd.requests.groups.promised_memory import PromisedMemory
-from fleetd.requests.members.members import Member, Members, eligible
+from fleetd.requests.members.members import Member, Members, eligible, expected_load_s
 from fleetd.requests.members.named_machines import hint_for
 from fleetd.requests.ports import FleetPort
 
@@ -75,11 +78,58 @@ class GroupPlan(msgspec.Struct, frozen=True):
 
 
 class _FormedGroup(msgspec.Struct, frozen=True):
-    """The last group of a model. ``id``: as its members know it."""
+    """The last group of a model. ``id``: as its members know it. ``over``: the machines that were named."""
 
     folder: ModelFolder
+    sizes: ModelSizes
     plan: GroupPlan
     id: str
+    over: Sequence[str]
+
+
+class _Candidates(msgspec.Struct, frozen=True):
+    """The machines that could hold a part: this one, those with the files, and those that can fetch layers.
+
+    ``load_s``: seconds that a load of one layer takes, by node id, those to fetch it included.
+    """
+
+    size: GroupModelSize
+    here: GroupMachine
+    having: Sequence[GroupMachine]
+    fetchers: Sequence[GroupMachine]
+    hops_s: Mapping[str, float]
+    load_s: Mapping[str, float]
+    digest: str
+
+    @property
+    def others(self) -> list[GroupMachine]:
+        return [*self.having, *self.fetchers]
+
+    def among(self, node_ids: Collection[str]) -> _Candidates:
+        """Without other machines than these."""
+        having, fetchers = (
+            [each for each in machines if each.node_id in node_ids]
+            for machines in (self.having, self.fetchers)
+        )
+        return replace(self, having=having, fetchers=fetchers)
+
+    def as_measured(self, layer_s: Mapping[str, float]) -> _Candidates:
+        """With the speeds that layers were measured to have; the other machines are reckoned to be as much
+        slower than believed as this one. ``layer_s``: by node id, this machine's included."""
+        own_s = self.here.layer_bytes / self.here.bytes_per_s
+        slower = layer_s[self.here.node_id] / own_s
+
+        def measured(machine: GroupMachine) -> GroupMachine:
+            known_s = layer_s.get(machine.node_id)
+            speed = machine.layer_bytes / known_s if known_s else machine.bytes_per_s / slower
+            return replace(machine, bytes_per_s=speed)
+
+        return replace(
+            self,
+            here=measured(self.here),
+            having=[measured(each) for each in self.having],
+            fetchers=[measured(each) for each in self.fetchers],
+        )
 
 
 class FleetGroups:
@@ -111,8 +161,7 @@ class FleetGroups:
         self._monotonic, self._hops = monotonic, KnownHops()
         # By model.
         self._formed: dict[str, _FormedGroup] = {}
-        # By digest of a model, then by node id: measured seconds of a plain step in one layer.
-        self._layer_s: dict[str, Mapping[str, float]] = {}
+        self._layer_times = LayerTimes(lambda: self._monotonic())
         # By model: from when on it may be cut anew, and how long the pause before that was.
         self._anew_from: dict[str, tuple[float, float]] = {}
 
@@ -124,12 +173,24 @@ class FleetGroups:
         planned = self.plan(folder, sizes, over)
         if planned is None:
             return None
-        return self._group(folder, planned, over)
+        return self._group(folder, sizes, planned, over)
 
     def _group(
-        self, folder: ModelFolder, planned: GroupPlan, over: Sequence[str] = (), after: str = ""
+        self,
+        folder: ModelFolder,
+        sizes: ModelSizes,
+        planned: GroupPlan,
+        over: Sequence[str] = (),
+        after: str = "",
+        new: Collection[str] = (),
     ) -> FleetGroup:
-        """``after``: the id of a group of the same model that has ended. Raises OutOfMemory."""
+        """
+        Args:
+            after: the id of a group of the same model, which has ended when this one forms.
+            new: node ids of machines that were not in that one, and load their layers before that.
+
+        Raises OutOfMemory.
+        """
         found = planned.found
         if isinstance(found, Shortage):
             raise _no_room(folder.name, found, over)
@@ -143,7 +204,9 @@ class FleetGroups:
             n_bytes + planned.size.outside_bytes,
             room,
         )
-        failed = partial(self._not_cut_anew if planned.anew else self._left_out, planned.digest)
+        failed = partial(self._left_out, planned.digest)
+        if planned.anew:
+            failed = partial(self._not_cut_anew, planned.digest, new)
         at = planned.hub
         group = FleetGroup(
             self._partners,
@@ -157,8 +220,14 @@ class FleetGroups:
             hub=at,
             bring=partial(self._brought, at, planned.digest) if at is not None else None,
             load_s=partial(self._load_s, planned.digest),
+            new=new,
         )
-        self._formed[folder.name] = _FormedGroup(folder, planned, group.id)
+        formed = _FormedGroup(folder, sizes, planned, group.id, tuple(over))
+        if new:
+            # Until it forms, the one before answers.
+            group.on_form = lambda: self._formed.update({folder.name: formed})
+        else:
+            self._formed[folder.name] = formed
         return group
 
     def _load_s(self, digest: str, part: GroupPart) -> float:
@@ -182,34 +251,82 @@ class FleetGroups:
 
     # ---- cut anew ----------------------------------------------------------------------------------------
 
-    def anew(self, name: str, stages: Sequence[GroupStage]) -> tuple[FleetGroup, str] | None:
-        """The same machines with other parts of a model that they hold and that nobody uses, if what was
-        measured of them makes that worth a load, and why in a sentence; None if it is to stay as it is.
+    def anew(self, name: str, stages: Sequence[GroupStage], tokens: int = 0) -> NewCut | None:
+        """Another cut of a model that machines hold and that nobody uses, if what was measured of them makes
+        that worth a load; None if it is to stay as it is.
 
-        Each load doubles the pause until the next: speeds that come and go are not followed for ever.
+        It is one over the same machines, or one in which idle machines have the place of slow ones. Each load
+        doubles the pause until the next: speeds that come and go are not followed for ever.
 
         Args:
             stages: what plain steps took in the layers of each machine lately.
+            tokens: that the group has written since it was loaded.
         """
         if (formed := self._formed.get(name)) is None:
             return None
         planned = formed.plan
         if isinstance(planned.found, Shortage) or (layer_s := layer_seconds(planned.found, stages)) is None:
             return None
-        self._layer_s[planned.digest] = {**self._layer_s.get(planned.digest, {}), **layer_s}
+        self._layer_times.took(planned.digest, layer_s)
         now_s = self._monotonic()
         from_s, pause_s = self._anew_from.get(name, (0.0, limits.GROUP_RECUT_S))
-        if now_s < from_s or (anew := self._cut_anew(formed.folder, planned)) is None:
+        if now_s < from_s:
+            return None
+        anew = self._exchanged(formed, tokens) or self._cut_anew(formed.folder, planned)
+        if anew is None:
             return None
         self._anew_from[name] = now_s + pause_s, min(2 * pause_s, limits.GROUP_RECUT_MOST_S)
         log.info("group.cut_anew", model=name, reason=anew.anew)
-        return self._group(formed.folder, anew, after=formed.id), anew.anew
+        new = _node_ids(anew) - _node_ids(planned)
+        group = self._group(formed.folder, formed.sizes, anew, formed.over, formed.id, new)
+        return NewCut(group, anew.anew, formed.folder, formed.over or None, group.prepare if new else None)
+
+    def _exchanged(self, formed: _FormedGroup, tokens: int) -> GroupPlan | None:
+        """The best cut with idle machines in the place of slow ones; None if they gain too little. Machines
+        that a person has named stay."""
+        planned = formed.plan
+        if planned.named or planned.from_hub or not tokens or isinstance(planned.found, Shortage):
+            return None
+        folder = formed.folder
+        known = self._candidates(folder, formed.sizes, (), even_left_out=False)
+        if known is None or known.digest != planned.digest:
+            return None
+        layer_s = self._layer_times.known(planned.digest)
+        held, busy = _node_ids(planned), self._busy()
+        # Who has the files is asked first, as for any group.
+        for machines in (known.having, known.others):
+            others = OtherMachines(
+                tuple(each for each in machines if each.node_id not in held and each.node_id not in busy),
+                {each.node_id: each.layer_bytes / each.bytes_per_s for each in (known.here, *known.others)},
+                known.hops_s,
+                known.load_s,
+            )
+            better = exchange(
+                planned.size,
+                planned.found,
+                layer_s,
+                others,
+                tokens=tokens,
+                context_tokens=folder.context_tokens,
+            )
+            if better is not None:
+                why = exchanged_because(planned.found, better.found, better.layer_s, better.gain)
+                return replace(planned, found=better.found, hops_s=known.hops_s, anew=why)
+        return None
+
+    def _busy(self) -> set[str]:
+        """Node ids of the machines that have something to do."""
+        return {
+            member.node_id
+            for member in self._members.others("prefill")
+            if member.card.running or member.card.waiting or member.card.unread_tokens
+        }
 
     def _cut_anew(self, folder: ModelFolder, planned: GroupPlan) -> GroupPlan | None:
         """The same machines with the parts that are best by what was measured of them; None if that is not
         known, or these gain too little."""
-        layer_s = self._layer_s.get(planned.digest)
-        if layer_s is None or isinstance(planned.found, Shortage):
+        layer_s = self._layer_times.known(planned.digest)
+        if not layer_s or isinstance(planned.found, Shortage):
             return None
         better = cut_anew(planned.size, planned.found, layer_s, context_tokens=folder.context_tokens)
         if better is None:
@@ -217,10 +334,13 @@ class FleetGroups:
         new, gain = better
         return replace(planned, found=new, anew=cut_anew_because(planned.found, new, layer_s, gain))
 
-    def _not_cut_anew(self, digest: str, node_id: str, error: FleetError) -> None:
-        """A member failed in a group that was cut anew. The next one is planned as if nothing had been
-        measured: that cut was held."""
-        self._layer_s.pop(digest, None)
+    def _not_cut_anew(self, digest: str, new: Collection[str], node_id: str, error: FleetError) -> None:
+        """A member failed in a group that was cut anew. If it is not one that was new to it, the next one is
+        planned as if nothing had been measured: the cut before was held."""
+        if node_id in new:
+            self._left_out(digest, node_id, error)
+            return
+        self._layer_times.forget(digest)
         if not isinstance(error, OutOfMemory):
             self._left_out(digest, node_id, error)
 
@@ -277,6 +397,41 @@ class FleetGroups:
     def _plan(
         self, folder: ModelFolder, files: ModelSizes, over: Sequence[str], *, even_left_out: bool
     ) -> GroupPlan | None:
+        known = self._candidates(folder, files, over, even_left_out=even_left_out)
+        if known is None:
+            return None
+
+        def cut(known: _Candidates) -> GroupCut | Shortage:
+            return cut_with_fetchers(
+                known.size,
+                known.here,
+                known.having,
+                known.fetchers,
+                least_tokens=min(limits.GROUP_LEAST_TOKENS, folder.context_tokens),
+                most_tokens=limits.GROUP_STREAM_CONTEXTS * folder.context_tokens,
+                every=bool(over),
+            )
+
+        # What layers took in an earlier group says more than what whole models took there: first of all,
+        # which machines are the best ones.
+        if known.here.node_id in (layer_s := self._layer_times.known(known.digest)):
+            best = cut(known.as_measured(layer_s))
+            if isinstance(best, GroupCut):
+                known = known.among({part.machine.node_id for part in best.parts})
+        planned = GroupPlan(
+            cut(known),
+            known.digest,
+            known.size,
+            known.hops_s,
+            named=bool(over),
+            hub=files.listing.at if files.listing is not None else None,
+        )
+        return self._cut_anew(folder, planned) or planned
+
+    def _candidates(
+        self, folder: ModelFolder, files: ModelSizes, over: Sequence[str], *, even_left_out: bool
+    ) -> _Candidates | None:
+        """None if there are no others to ask. Raises as ``plan``."""
         here, listing = self._members.here(), files.listing
         own = _in_part(folder, files, listing) if listing is not None else here.model(folder.name)
         if own is None or not own.digest:
@@ -295,7 +450,6 @@ class FleetGroups:
             if over:
                 raise
             return None
-        size = GroupModelSize(len(sizes.layers), sizes.outside, sizes.row, sizes.together)
         speeds = decode_tok_s([(here, own), *having, *lacking])
 
         def machine(member: Member) -> GroupMachine:
@@ -306,24 +460,24 @@ class FleetGroups:
         if from_hub:
             most = most_layers(here, largest, from_hub=True, besides=bare.outside)
             at_home = replace(at_home, can_fetch=most + files.layers_here)
-        found = cut_with_fetchers(
-            size,
+        width = own.shape.hidden_bytes or 2 * int(folder.config.get("hidden_size") or 0)
+        layers = len(sizes.layers)
+        load_s = {member.node_id: expected_load_s(model) / layers for member, model in [(here, own), *having]}
+        for member, _ in lacking:
+            fetch_s = largest / member.bytes_per_s if member.bytes_per_s else math.inf
+            load_s[member.node_id] = expected_load_s(own) / layers + fetch_s
+        return _Candidates(
+            GroupModelSize(layers, sizes.outside, sizes.row, sizes.together),
             at_home,
             [machine(member) for member, _ in having],
             [
                 replace(machine(member), can_fetch=most_layers(member, largest, from_hub=from_hub))
                 for member, _ in lacking
             ],
-            least_tokens=min(limits.GROUP_LEAST_TOKENS, folder.context_tokens),
-            most_tokens=limits.GROUP_STREAM_CONTEXTS * folder.context_tokens,
-            every=bool(over),
+            {member.node_id: _hop_s(member, width) for member, _ in [*having, *lacking]},
+            load_s,
+            own.digest,
         )
-        width = own.shape.hidden_bytes or 2 * int(folder.config.get("hidden_size") or 0)
-        hops_s = {member.node_id: _hop_s(member, width) for member, _ in [*having, *lacking]}
-        at = listing.at if listing is not None else None
-        planned = GroupPlan(found, own.digest, size, hops_s, named=bool(over), hub=at)
-        # What their layers took in an earlier group says more than what whole models took there.
-        return self._cut_anew(folder, planned) or planned
 
     def _others(
         self, own: ModelCard, over: Sequence[str], *, even_left_out: bool
@@ -348,6 +502,13 @@ class FleetGroups:
         if missing := set(over) - {member.name for member, _ in [*having, *lacking]}:
             raise NoMachine(f"{sorted(missing)[0]} has left the fleet.", param="placement")
         return having, lacking
+
+
+def _node_ids(planned: GroupPlan) -> set[str]:
+    """Of the machines that hold parts."""
+    if isinstance(planned.found, Shortage):
+        return set()
+    return {part.machine.node_id for part in planned.found.parts}
 
 
 def _in_part(folder: ModelFolder, sizes: ModelSizes, listing: HubListing) -> ModelCard:

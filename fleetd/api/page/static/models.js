@@ -100,6 +100,7 @@ export function modelsView() {
     !words.trim() && recommendations(),
     (installed.length > 0 || !words.trim()) && h("section", { key: "installed", "aria-labelledby": "installed" }, h("h2", { id: "installed" }, `On ${machineName() || "this machine"}`),
       installed.length ? h("ul", { class: "rows modelrows" }, installed.map(installedRow)) : h("p", { class: "quiet" }, `No model is ${there.on ? "there" : "here"}. Get one below.`)),
+    inPart(),
     hub(),
     !there.on && elsewhere(),
     groups(offered),
@@ -132,7 +133,7 @@ function searchForm() {
 /** Whether its progress stands in a row of its own. */
 function shownElsewhere(name) {
   const { listing } = looked();
-  return listing.installed.some((model) => model.name === name) || listing.catalog.some((model) => model.name === name)
+  return [...listing.installed, ...listing.in_part].some((model) => model.name === name) || listing.catalog.some((model) => model.name === name)
     || found?.models?.some((model) => model.hub_id === name);
 }
 
@@ -216,6 +217,35 @@ function installedRow(model) {
         ? [h("button", { key: "sure", class: "danger", onclick: () => { asked = ""; act("remove", model.name, "removing"); } }, `Remove ${bytes(model.weights_bytes)} for good`),
            h("button", { key: "keep", class: "plain", onclick: () => { asked = ""; redraw(); } }, "Keep it")]
         : h("button", { key: "remove", class: "plain", disabled: busy, onclick: () => { asked = model.name; redraw(); } }, "Remove …")));
+}
+
+/** Models of which single layers are on the machine that is looked at. */
+function inPart() {
+  const shown = looked().listing.in_part.filter(matches);
+  if (!shown.length) return null;
+  return h("section", { key: "in-part", "aria-labelledby": "in-part" }, h("h2", { id: "in-part" }, `In part on ${machineName() || "this machine"}`),
+    h("ul", { class: "rows modelrows" }, shown.map(partRow)));
+}
+
+function partRow(model) {
+  const busy = workOn(model.name)?.text;
+  const answers = machineName() || "this machine";
+  const engine = !there.on && state.status.engines.find((one) => one.model === model.name && !one.part_of);
+  return h("li", { key: `${model.name} ${model.own} ${model.from_hub}` },
+    h("div", null, h("h3", null, short(model.name)),
+      h("p", { class: "quiet" }, [`${count(model.layers)} of ${count(model.of_layers)} layers`, `${bytes(model.disk_bytes)} of ${bytes(model.weights_bytes)} on disk`,
+        model.from_hub ? "from the hub" : "from the machine that answers"].join(" · "))),
+    h("div", null, h("p", null, h("span", { class: "tag" }, "in part"), model.loaded && h("span", { class: "tag loaded" }, " loaded")),
+      h("p", { class: "quiet" }, model.own ? `${answers} answers, with others` : "another machine answers"),
+      engine?.members?.length > 0 && h("p", { class: "quiet" }, heldTogether(engine)), progress(model.name)),
+    h("p", { class: "buttons" },
+      model.own && (model.loaded
+        ? h("button", { key: "unload", disabled: busy, onclick: () => act("unload", model.name, "unloading") }, "Unload")
+        : h("button", { key: "load", disabled: busy, onclick: () => act("load", model.name, "loading") }, "Load")),
+      asked === `part ${model.name}`
+        ? [h("button", { key: "sure", class: "danger", onclick: () => { asked = ""; act("remove", model.name, "removing"); } }, `Remove ${bytes(model.disk_bytes)} for good`),
+           h("button", { key: "keep", class: "plain", onclick: () => { asked = ""; redraw(); } }, "Keep it")]
+        : h("button", { key: "remove", class: "plain", disabled: busy || (model.loaded && !model.own), title: model.loaded && !model.own && "Another machine uses these layers", onclick: () => { asked = `part ${model.name}`; redraw(); } }, "Remove …")));
 }
 
 function offeredRow(model) {
