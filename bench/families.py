@@ -69,8 +69,8 @@ from bench.scenarios import (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``measure`` takes a number of runs; ``runs`` make a measurement, ``quick_runs`` a look; 0 is a look with
-    a small model.
+    """``measure`` takes a number of runs; ``runs`` make a measurement, ``quick_runs`` a look. 0 runs are a
+    look with a small model.
 
     ``code``: what it measures, and the scenario itself, as git's pathspecs; a later change makes it old.
     """

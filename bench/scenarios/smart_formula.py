@@ -1,7 +1,7 @@
 """What a long prompt takes, from chunks that were timed at some depths, and what the planner expects. Pure.
 
-Each of n tokens in a chunk behind t others takes a + b (t + n/2) seconds: a line over the chunk's middle. What
-all of a prompt takes is the area under it. The planner's own code then prices the prompt with that line.
+Each of n tokens in a chunk behind t others takes a + b (t + n/2) seconds: a line over the chunk's middle.
+What all of a prompt takes is the area under it. The planner's own code then prices the prompt with that line.
 """
 
 from __future__ import annotations

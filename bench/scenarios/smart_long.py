@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -27,7 +28,7 @@ CONTEXT_TOKENS = 131_072
 QUICK_LAYERS = 6
 DEPTHS = 9
 #: Nothing is kept of a prompt, and nothing is drafted or written beside one.
-SETTINGS = {
+SETTINGS: Mapping[str, str] = {
     "FLEETD_CACHE_DISK": "off",
     "FLEETD_ENGINE_PREFIX_CACHE_BYTES": "1",
     "FLEETD_SPECULATION_MODE": "off",
@@ -146,8 +147,8 @@ def _scoring(smart: list[SmartRun], at: str, bar: Bar | None) -> Iterator[Figure
     yield Figure(f"the scorer's share of the time, {at}", "%", share, bar)
     form = "form: " + ", ".join(dict.fromkeys(run.done.form for run in smart))
     yield Figure(f"share of the tokens that is kept, {at}", "%", [run.kept for run in smart], note=form)
-    if off := [off for run in smart if (off := _off(run.trace)) is not None]:
-        yield Figure(f"the daemon's own prediction, off by, {at}", "%", off, at_most(0.25))
+    if missed := [off for run in smart if (off := _off(run.trace)) is not None]:
+        yield Figure(f"the daemon's own prediction, off by, {at}", "%", missed, at_most(0.25))
 
 
 def _off(trace: Trace) -> float | None:
@@ -162,7 +163,7 @@ def _off(trace: Trace) -> float | None:
 def started(models: Path) -> Daemon:
     """A daemon that knows how fast it is with both models."""
     known = card_parts.digests(models, TARGET)
-    daemon = Daemon(models=models, **SETTINGS)
+    daemon = Daemon(models=models, **dict[str, Any](SETTINGS))
     try:
         # Random weights find nothing, and a search would compute between two requests.
         card_parts.keep_profile(daemon.home, known[TARGET], card_parts.SCORES_NOTHING)
@@ -189,7 +190,7 @@ def scorer_of(daemon: Daemon) -> Scorer:
     """The default model as the planner sees it on a daemon's machine. Raises RuntimeError if it is not
     loaded."""
     engines = msgspec.convert(daemon.status()["engines"], list[EngineStatus])
-    (engine,) = [engine for engine in engines if engine.model == DEFAULT_MODEL] or [None]
+    engine = next((engine for engine in engines if engine.model == DEFAULT_MODEL), None)
     if engine is None or engine.speed.prefill_tok_s <= 0:
         raise RuntimeError(f"{DEFAULT_MODEL} has not been measured: {engines}")
     return Scorer(
@@ -215,9 +216,9 @@ _HOW = (
     "One daemon, one machine: SmolLM2-135M scores, and a llama of random weights with the same tokenizer "
     "answers, the same pair as at 8,000 tokens, one after the other on all cores. Prompts are chats and a "
     f"question, each its own; `target_ratio` {RATIO}. The time to the first token is a client's, over HTTP, "
-    'with everything in it. If a row says "dense: of timed chunks", its whole prompt was not read: one chunk '
-    "was computed at each of so many depths, by the engine's own prefill behind rows that were made up, since "
-    "a chunk's time depends on how many rows are before it and not on what they say. The prompt is the area "
+    "with everything in it. If a row says `dense: of timed chunks`, its whole prompt was not read: one chunk "
+    "was computed at each of so many depths, by the engine's own prefill behind rows that were made up. A "
+    "chunk's time depends on how many rows are before it and not on what they say. The prompt is the area "
     "under the seconds per token, by trapezoids. Of 16,000 tokens both figures are there, and a row says how "
     "far apart they are. The formula is the planner's own code, with the line nearest to the timed chunks as "
     "the target's speed, the scoring time as it was measured, and the share that was kept. Rows that are "

@@ -179,7 +179,7 @@ _HOW = (
     f"tokens and with {LAYERS} of its layers, so that it fits twice. Prompts are chats and a question, each "
     "its own, shortened as `text`: what is sparse is read by one machine. One machine is asked by "
     "`local_only`; two are as the planner decides: both score, and both read what is left. Smart prefill "
-    "gains (all by one) / (shortened by one), shared prefill (what is left, by one) / (what is left, by two), "
+    "gains (all by one) / (shortened by one), shared prefill (what is left, by one) / (the same, by two), "
     "both together (all by one) / (shortened by two). All by one is on both sides of the row with the bar, "
     "which therefore needs no figure of it; the last rows have one from timed chunks, as for 32,000 tokens. "
     "Both sides compute chunks of 256 tokens, as in other rows of two machines."
