@@ -69,8 +69,8 @@ from bench.scenarios import (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``measure`` takes a number of runs; ``runs`` make a measurement, ``quick_runs`` a look. 0 runs are a
-    look with a small model.
+    """``measure`` takes a number of runs; ``runs`` make a measurement, ``quick_runs`` a look. ``look``: what
+    measures for a look instead, with a smaller model, if even one run takes long.
 
     ``code``: what it measures, and the scenario itself, as git's pathspecs; a later change makes it old.
     """
@@ -80,6 +80,7 @@ class Family:
     quick_runs: int
     measure: Callable[[int], Measured | Taking]
     code: tuple[str, ...]
+    look: Callable[[int], Measured | Taking] | None = None
 
 
 def _scenario(*names: str) -> tuple[str, ...]:
@@ -313,23 +314,26 @@ FAMILIES = {
     "smart-16k": Family(
         "Smart prefill of 16,000 tokens",
         1,
-        0,
+        1,
         smart_long.measure_16k,
         _LONG,
+        smart_long.look_at_16k,
     ),
     "smart-32k": Family(
         "Smart prefill of 32,000 tokens and, modelled, more",
         1,
-        0,
+        1,
         smart_long.measure_32k,
         _LONG,
+        smart_long.look_at_32k,
     ),
     "smart-two": Family(
         "Smart prefill whose rest two machines share",
         1,
-        0,
+        1,
         smart_two.measure,
         (*_LONG, *_SHARED, *_scenario("smart_two")),
+        smart_two.look,
     ),
     "smart-score": Family("Scoring a prompt", 3, 1, scoring.measure, (*_SCORED, *_scenario("scoring"))),
     "drafts": Family("Drafts from another worker", 3, 1, drafts.measure, (*_DRAFTED, *_scenario("drafts"))),

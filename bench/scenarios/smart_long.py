@@ -73,25 +73,28 @@ class SmartRun:
 
 
 def measure_16k(runs: int) -> Taking:
-    """With 0 runs a look."""
-    return _measure(runs, OF_16K if runs else QUICK_16K)
+    return Taking(_figures(runs, OF_16K), _HOW)
 
 
 def measure_32k(runs: int) -> Taking:
-    """With 0 runs a look."""
-    return _measure(runs, OF_32K if runs else QUICK_32K)
+    return Taking(_figures(runs, OF_32K), _HOW)
 
 
-def _measure(runs: int, prompt: LongPrompt) -> Taking:
-    return Taking(_figures(runs, prompt), _HOW)
+def look_at_16k(runs: int) -> Taking:
+    """The same rows of a short prompt and a small target."""
+    return Taking(_figures(runs, QUICK_16K, num_hidden_layers=QUICK_LAYERS), _HOW)
 
 
-def _figures(runs: int, prompt: LongPrompt) -> Iterator[Figure]:
-    sizes = {} if runs else {"num_hidden_layers": QUICK_LAYERS}
+def look_at_32k(runs: int) -> Taking:
+    """The same rows of a short prompt and a small target."""
+    return Taking(_figures(runs, QUICK_32K, num_hidden_layers=QUICK_LAYERS), _HOW)
+
+
+def _figures(runs: int, prompt: LongPrompt, **sizes: int) -> Iterator[Figure]:
     at = f"{prompt.tokens:,} tokens"
     with smart_chats.models(max_position_embeddings=CONTEXT_TOKENS, **sizes) as models:
         with started(models) as daemon:
-            smart = [_smart(daemon, prompt.tokens, run) for run in range(max(1, runs))]
+            smart = [_smart(daemon, prompt.tokens, run) for run in range(runs)]
             yield Figure(f"first token, smart prefill of {at}", "s", [run.first_s for run in smart])
             yield from _scoring(smart, at, prompt.share)
             scorer = scorer_of(daemon)

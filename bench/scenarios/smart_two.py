@@ -27,7 +27,7 @@ from fleetd.plan.prefill import step_names
 LENGTH, LAYERS = 16_000, 12
 QUICK_LENGTH = 3_000
 _DEPTHS, _CHUNK = 4, 128
-_WARM_TOKENS = 500
+_WARM_TOKENS = 300
 _PROMPT_TOKENS = 4_000
 
 
@@ -47,19 +47,27 @@ class TwoPhases:
 
 
 def measure(runs: int) -> Taking:
-    """With 0 runs a look. Raises RuntimeError if two machines cannot be had here."""
+    """Raises RuntimeError if two machines cannot be had here."""
+    return _measure(runs, LENGTH, LAYERS)
+
+
+def look(runs: int) -> Taking:
+    """The same rows of a short prompt and a small target. Raises RuntimeError as ``measure`` does."""
+    return _measure(runs, QUICK_LENGTH, QUICK_LAYERS)
+
+
+def _measure(runs: int, length: int, layers: int) -> Taking:
     if why := why_no_cores():
         raise RuntimeError(why)
-    return Taking(_figures(runs), _HOW)
+    return Taking(_figures(runs, length, layers), _HOW)
 
 
-def _figures(runs: int) -> Iterator[Figure]:
-    length, layers = (LENGTH, LAYERS) if runs else (QUICK_LENGTH, QUICK_LAYERS)
+def _figures(runs: int, length: int, layers: int) -> Iterator[Figure]:
     seen, who = Samples(), dict[str, None]()
     sizes = {"max_position_embeddings": CONTEXT_TOKENS, "num_hidden_layers": layers}
     with smart_chats.models(**sizes) as models:
         with PinnedPair(models) as pair:
-            for run in range(max(1, runs)):
+            for run in range(runs):
                 took: dict[bool, TwoPhases] = {}
                 for alone in alternated(run, (True, False)):
                     took[alone] = pair.ask(100 + 2 * run + alone, length, alone=alone)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tiny_architectures import tiny
 
+from bench import __main__ as command
+from bench import results
 from bench.children.chunk_times import timed
-from bench.families import FAMILIES
 from bench.figures import Figure
 from bench.harness.samples import Samples
 from bench.harness.smart_chats import Shortened
@@ -215,17 +217,26 @@ def test_a_model_without_rows_to_make_up_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["smart-16k", "smart-32k", "smart-two"])
-def test_the_families_of_long_prompts_have_a_small_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quick look takes 0 runs, which no real one does."""
-    asked = list[Any]()
-    family = FAMILIES[name]
-    assert (family.runs, family.quick_runs) == (1, 0)
-    monkeypatch.setattr(smart_long, "_figures", lambda runs, prompt: asked.append(prompt.tokens))
+def test_a_look_at_long_prompts_takes_short_ones_and_is_no_measurement(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = list[int]()
+
+    def taken(tokens: int) -> Iterator[Figure]:
+        asked.append(tokens)
+        yield Figure("of", "count", [float(tokens)])
+
+    monkeypatch.setattr(smart_long, "_figures", lambda runs, prompt, **sizes: taken(prompt.tokens))
+    monkeypatch.setattr(smart_two, "_figures", lambda runs, length, layers: taken(length))
     monkeypatch.setattr(smart_two, "why_no_cores", lambda: "")
-    monkeypatch.setattr(smart_two, "_figures", lambda runs: asked.append(3_000 if not runs else 16_000))
-    family.measure(family.quick_runs)
-    family.measure(family.runs)
+    monkeypatch.setattr(command, "KEPT", tmp_path / "benchmarks.json")
+    for quick in (True, False):
+        assert command._run(name, quick, 1)
+        assert results.load(command.KEPT)[name].quick is quick
     assert asked[0] < 4_000 < 16_000 <= asked[1]
+    # And what was measured is not replaced by a look.
+    assert command._run(name, True, 0)
+    assert not results.load(command.KEPT)[name].quick
 
 
 def test_the_scorer_is_the_default_model_as_the_daemon_measured_it() -> None:
