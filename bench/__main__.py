@@ -60,6 +60,7 @@ def _ages() -> dict[str, int | None]:
 def _run(name: str, quick: bool, wanted_runs: int) -> bool:
     """Measure one family and keep it. False if it could not be measured; the others still can."""
     family = FAMILIES[name]
+    measure = (quick and family.look) or family.measure
     runs = wanted_runs or (family.quick_runs if quick else family.runs)
     print(f"{family.title} ({runs} runs) ...", flush=True)
     load, loop_s, begun = host.load(), host.loop_s(), time.perf_counter()
@@ -76,7 +77,7 @@ def _run(name: str, quick: bool, wanted_runs: int) -> bool:
             load=load,
             runs=runs,
             # Fewer runs than the family asks for are a look, whichever option said so.
-            quick=runs < family.runs,
+            quick=runs < family.runs or measure is family.look,
             loop_s=[loop_s, host.loop_s()],
             cut=cut,
         )
@@ -85,7 +86,7 @@ def _run(name: str, quick: bool, wanted_runs: int) -> bool:
         results.save(KEPT, every)
 
     try:
-        measured = _taken(family.measure(runs), keep)
+        measured = _taken(measure(runs), keep)
     except Exception:  # one family's boundary: the next one may work
         traceback.print_exc()
         return False

@@ -59,7 +59,9 @@ from bench.scenarios import (
     scoring,
     sealed_streams,
     service,
+    smart_long,
     smart_prefill,
+    smart_two,
     speculation,
     turns,
     vectors,
@@ -68,7 +70,8 @@ from bench.scenarios import (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``measure`` takes a number of runs; ``runs`` make a measurement, ``quick_runs`` a look.
+    """``measure`` takes a number of runs; ``runs`` make a measurement, ``quick_runs`` a look. ``look``: what
+    measures for a look instead, with a smaller model, if even one run takes long.
 
     ``code``: what it measures, and the scenario itself, as git's pathspecs; a later change makes it old.
     """
@@ -78,6 +81,11 @@ class Family:
     quick_runs: int
     measure: Callable[[int], Measured | Taking]
     code: tuple[str, ...]
+    look: Callable[[int], Measured | Taking] | None = None
+
+
+def _scenario(*names: str) -> tuple[str, ...]:
+    return tuple(f"bench/scenarios/{name}.py" for name in names)
 
 
 # The engine's rooms that every request passes; the others are features, which their own families name.
@@ -111,16 +119,13 @@ _SCORED = (
     "fleetd/compression",
     "fleetd/requests/smart_prefill",
 )
+_LONG = (*_SCORED, "fleetd/plan", *_scenario("smart_long", "smart_formula"), "bench/children/chunk_times.py")
 _DRAFTED = (
     "fleetd/engine/speculation",
     "fleetd/engine/streams",
     "fleetd/sealed",
     "bench/children/drafter.py",
 )
-
-
-def _scenario(*names: str) -> tuple[str, ...]:
-    return tuple(f"bench/scenarios/{name}.py" for name in names)
 
 
 _SHARED_RUNS = 5
@@ -320,6 +325,30 @@ FAMILIES = {
         1,
         smart_prefill.measure,
         (*_SCORED, *_scenario("smart_prefill")),
+    ),
+    "smart-16k": Family(
+        "Smart prefill of 16,000 tokens",
+        1,
+        1,
+        smart_long.measure_16k,
+        _LONG,
+        smart_long.look_at_16k,
+    ),
+    "smart-32k": Family(
+        "Smart prefill of 32,000 tokens and, modelled, more",
+        1,
+        1,
+        smart_long.measure_32k,
+        _LONG,
+        smart_long.look_at_32k,
+    ),
+    "smart-two": Family(
+        "Smart prefill whose rest two machines share",
+        1,
+        1,
+        smart_two.measure,
+        (*_LONG, *_SHARED, *_scenario("smart_two")),
+        smart_two.look,
     ),
     "smart-score": Family("Scoring a prompt", 3, 1, scoring.measure, (*_SCORED, *_scenario("scoring"))),
     "drafts": Family("Drafts from another worker", 3, 1, drafts.measure, (*_DRAFTED, *_scenario("drafts"))),

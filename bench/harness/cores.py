@@ -44,13 +44,19 @@ def starting_on(cores: Collection[int], share: Share | None = None, pid: int = 0
         _pin(pid, everywhere)
 
 
+def workers_of(daemon: int, cores: Collection[int]) -> list[int]:
+    """The ids of a daemon's workers, all of whose threads run on ``cores``; RuntimeError otherwise."""
+    workers = [child.pid for child in psutil.Process(daemon).children() if _WORKER in _command(child)]
+    if any(os.sched_getaffinity(thread) != set(cores) for pid in workers for thread in _threads(pid)):
+        raise RuntimeError(f"a worker does not run on cores {sorted(cores)} alone")
+    return workers
+
+
 def worker_of(daemon: int, cores: Collection[int]) -> int:
     """The id of a daemon's only worker, all of whose threads run on ``cores``; RuntimeError otherwise."""
-    workers = [child.pid for child in psutil.Process(daemon).children() if _WORKER in _command(child)]
+    workers = workers_of(daemon, cores)
     if len(workers) != 1:
         raise RuntimeError(f"{len(workers)} workers where one was expected")
-    if any(os.sched_getaffinity(thread) != set(cores) for thread in _threads(workers[0])):
-        raise RuntimeError(f"the worker does not run on cores {sorted(cores)} alone")
     return workers[0]
 
 

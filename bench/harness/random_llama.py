@@ -35,17 +35,18 @@ def build(folder: Path, sizes: Mapping[str, int]) -> None:
 
     ones = np.ones(wide, np.float16)
     weights = {"model.embed_tokens.weight": random(config["vocab_size"], wide), "model.norm.weight": ones}
+    # All layers have the same ones: to draw them takes longer than to load them.
+    layer = {
+        "self_attn.q_proj": random(wide, wide),
+        "self_attn.k_proj": random(small, wide),
+        "self_attn.v_proj": random(small, wide),
+        "self_attn.o_proj": random(wide, wide),
+        "mlp.gate_proj": random(inner, wide),
+        "mlp.up_proj": random(inner, wide),
+        "mlp.down_proj": random(wide, inner),
+        "input_layernorm": ones,
+        "post_attention_layernorm": ones,
+    }
     for n in range(layers):
-        at = f"model.layers.{n}"
-        weights |= {
-            f"{at}.self_attn.q_proj.weight": random(wide, wide),
-            f"{at}.self_attn.k_proj.weight": random(small, wide),
-            f"{at}.self_attn.v_proj.weight": random(small, wide),
-            f"{at}.self_attn.o_proj.weight": random(wide, wide),
-            f"{at}.mlp.gate_proj.weight": random(inner, wide),
-            f"{at}.mlp.up_proj.weight": random(inner, wide),
-            f"{at}.mlp.down_proj.weight": random(wide, inner),
-            f"{at}.input_layernorm.weight": ones,
-            f"{at}.post_attention_layernorm.weight": ones,
-        }
+        weights |= {f"model.layers.{n}.{name}.weight": array for name, array in layer.items()}
     save_file(weights, folder / "model.safetensors")

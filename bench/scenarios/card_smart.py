@@ -5,17 +5,15 @@ Weights are random, so what is kept means nothing: only times count.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 from bench.figures import Figure, Taking, ratios
-from bench.harness import card_models, prompts
+from bench.harness import card_models, prompts, smart_chats
 from bench.harness.card_parts import SCORES_NOTHING, NotMeasured, digests, keep_profile, part
 from bench.harness.daemon import MODEL, Daemon
 from bench.harness.samples import Samples
+from bench.harness.smart_chats import Answered, Shortened, shortened
 from fleetd.engine.protocol import Profile
 from fleetd.plan.scoring import EXIT_SHARE
 
@@ -33,36 +31,6 @@ _OF_RANDOM = "random weights: what is kept means nothing, only times count"
 
 def _lengths() -> tuple[int, ...]:
     return (2200, 3000) if card_models.small() else (16_000, 32_000, 64_000, 128_000)
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """When the first token came, in seconds, and what the answer's last chunks said."""
-
-    first_s: float
-    said: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Shortened:
-    """What smart prefill did: the seconds of scoring, and tokens before and after it."""
-
-    form: str
-    score_s: float
-    whole: int
-    kept: int
-
-
-def shortened(said: dict[str, Any]) -> Shortened:
-    """Raises NotMeasured if the prompt was read whole, for whatever reason."""
-    report = said.get("smart_prefill") or {}
-    score_s = float((said.get("timings") or {}).get("score_ms") or 0.0) / 1000
-    if report.get("mode", "full") == "full":
-        raise NotMeasured(f"smart prefill left nothing out: {report.get('skipped') or 'no reason is told'}")
-    whole, kept = int(report["original_tokens"]), int(report["compressed_tokens"])
-    if not 0 < kept < whole or score_s <= 0:
-        raise NotMeasured(f"{kept} of {whole} tokens were kept after {score_s} s of scoring")
-    return Shortened(str(report["mode"]), score_s, whole, kept)
 
 
 def measure(runs: int) -> Taking:
@@ -142,21 +110,8 @@ def _ask(daemon: Daemon, model: str, seed: int, count: int, *, smart: bool) -> A
         {"role": "user", "content": text[:middle] + _NEEDLE + text[middle:]},
         {"role": "user", "content": _QUESTION},
     ]
-    body: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": 2, "local_only": True}
-    if smart:
-        body["smart_prefill"] = {"target_ratio": RATIO, "compressor_model": SCORER}
-    first_s, said = 0.0, dict[str, Any]()
-    with daemon.stream("chat/completions", **body) as stream:
-        for frame in stream.frames():
-            if frame.data is None:
-                continue
-            if "error" in frame.data:
-                raise RuntimeError(f"the daemon said: {json.dumps(frame.data)}")
-            choices: list[Any] = frame.data.get("choices") or [{}]
-            # The first frame has the role: it is sent with the first token.
-            first_s = first_s or (frame.at_s if choices[0].get("delta") else 0.0)
-            said |= {name: frame.data[name] for name in ("smart_prefill", "timings") if frame.data.get(name)}
-    return Answered(first_s, said)
+    wanted = {"target_ratio": RATIO, "compressor_model": SCORER} if smart else None
+    return smart_chats.ask(daemon, model, messages, smart=wanted, local_only=True)
 
 
 _HOW = (

@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from bench.figures import Figure, Measured, alternated, at_least, at_most, ratios
-from bench.harness import prompts, random_llama
+from bench.harness import prompts, smart_chats
 from bench.harness.child import Child
 from bench.harness.daemon import MODEL, Daemon
 from bench.harness.samples import Samples
+from bench.harness.smart_chats import RATIO, TARGET
 from fleetd.models.catalog import DEFAULT_MODEL
 
 # Of smart prefill. The whole prompt, read once, takes ten minutes, over which a machine's pace evens out.
 QUICK_RUNS = 1
 LENGTH, QUICK_LENGTH = 8000, 2000
-RATIO = 0.2
-TARGET = "target"
-# Eight times the time of SmolLM2-135M at 8,000 tokens, where attention is half of that one's: twenty times
-# the multiplications of its layers. As wide as models of that size.
-_SHAPE = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 32_768,
-}
 _OFF_TOKENS, _OFF_TRIES = 400, 10
 _DECODED = 32
-_QUESTION = "What did the clockmaker carry across the bridge? Answer in one word."
 
 
 def measure(runs: int) -> Measured:
     quick = runs <= QUICK_RUNS
     length = QUICK_LENGTH if quick else LENGTH
     seen, mode = Samples(), ""
-    with _models() as models, Daemon(models=models) as daemon:
+    with smart_chats.models() as models, Daemon(models=models) as daemon:
         # The target is loaded and its speed measured; of the scorer nothing is known yet.
         _ask(daemon, TARGET, 7, 600, smart=False)
         _ask(daemon, TARGET, 8, length, smart=True)
@@ -110,26 +93,9 @@ def _not_installed(raw: Child, seen: Samples, run: int) -> None:
 
 def _ask(daemon: Daemon, model: str, seed: int, count: int, *, smart: bool) -> tuple[float, dict[str, Any]]:
     """Seconds to the first token, and what the last chunks said."""
-    said: dict[str, Any] = {}
-    messages = [
-        {"role": "user", "content": prompts.text(MODEL, seed, count)},
-        {"role": "user", "content": _QUESTION},
-    ]
-    body: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": 2}
-    if smart:
-        body["smart_prefill"] = {"target_ratio": RATIO, "compressor_model": DEFAULT_MODEL}
-    first_s = 0.0
-    with daemon.stream("chat/completions", **body) as stream:
-        for frame in stream.frames():
-            if frame.data is None:
-                continue
-            if "error" in frame.data:
-                raise RuntimeError(f"the daemon said: {frame.line}")
-            choices: list[Any] = frame.data.get("choices") or [{}]
-            # The first frame has the role: it is sent with the first token.
-            first_s = first_s or (frame.at_s if choices[0].get("delta") else 0.0)
-            said |= {name: frame.data[name] for name in ("smart_prefill", "timings") if frame.data.get(name)}
-    return first_s, said
+    wanted = {"target_ratio": RATIO, "compressor_model": DEFAULT_MODEL} if smart else None
+    answered = smart_chats.ask(daemon, model, smart_chats.chat(seed, count), smart=wanted)
+    return answered.first_s, answered.said
 
 
 def _figures(seen: Samples, length: int, dense_s: float, half_s: float, why_not: str) -> list[Figure]:
@@ -172,18 +138,6 @@ def _first(off: list[float], why_not: str) -> list[Figure]:
 
 def _added(seen: Samples, what: str) -> list[float]:
     return [ratio - 1 for ratio in seen.ratios((what, True), (what, False))]
-
-
-@contextmanager
-def _models() -> Iterator[Path]:
-    """A models folder with the scorer, and the target beside it."""
-    folder = Path(tempfile.mkdtemp(prefix="fleetd-bench-"))
-    try:
-        (folder / DEFAULT_MODEL).symlink_to(MODEL, target_is_directory=True)
-        random_llama.build(folder / TARGET, _SHAPE)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 _OFF = "installed and not asked for, against not installed"

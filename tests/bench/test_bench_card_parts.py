@@ -9,9 +9,10 @@ import pytest
 
 from bench.children import planned_daemon
 from bench.figures import Figure
+from bench.harness import smart_chats
 from bench.harness.card_parts import NotMeasured, part
+from bench.harness.smart_chats import Answered
 from bench.scenarios import card_helper, card_shared, card_smart
-from bench.scenarios.card_smart import Answered
 from fleetd.control.model_facts import ModelShape
 from fleetd.control.prefill_plan import OptionView
 from fleetd.control.prefill_trace import Trace, TraceStep
@@ -29,7 +30,7 @@ SHORTENED = {
 
 
 def test_what_smart_prefill_left_out_is_told_with_the_seconds_of_scoring() -> None:
-    assert card_smart.shortened(SHORTENED) == card_smart.Shortened("sparse", 0.25, 16_000, 3_200)
+    assert smart_chats.shortened(SHORTENED) == smart_chats.Shortened("sparse", 0.25, 16_000, 3_200)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_what_smart_prefill_left_out_is_told_with_the_seconds_of_scoring() -> No
 )
 def test_a_prompt_that_was_read_whole_is_no_measurement_of_smart_prefill(said: dict[str, Any]) -> None:
     with pytest.raises(NotMeasured):
-        card_smart.shortened(said)
+        smart_chats.shortened(said)
 
 
 @pytest.mark.parametrize(("said", "rows"), [(WHOLE, 0), (SHORTENED, 5)])
