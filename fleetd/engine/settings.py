@@ -97,4 +97,4 @@ class WorkerSettings(WorkerOptions, frozen=True):
     ring: RingPlace | None = None
     # True: several blocks of one answer are under way if that is measured to be faster. Off until a machine
     # with nothing else to do has shown the gain (``bench groups``).
-    blocks_ahead: bool = False
+    blocks_ahead: bool = True

@@ -33,6 +33,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.failures import require
 from fleetd.engine.grammar.matcher import AnswerMatcher
+from fleetd.engine.groups.step_times import slowest_part
 from fleetd.engine.layers.hidden_states import noted_states
 from fleetd.engine.loop.held_rows import HeldRows
 from fleetd.engine.loop.sequence import ScheduledSequence
@@ -549,7 +550,10 @@ class Decoding:
             for name, tokens in drafts.proposals(running.tokens, depth).items()
             if len(tokens) > len(guessed) and tokens[: len(guessed)] == guessed
         }
-        draft = drafts.choose(fitting, max(0, room), depth, going=row.blocks > 0)
+        slowest = 0.0
+        if fitting and depth > 1:
+            slowest = slowest_part(self.model.stage_times, self.speculation.costs.step_s)
+        draft = drafts.choose(fitting, max(0, room), depth, going=row.blocks > 0, slowest=slowest)
         if row.blocks or (draft.block and len(draft.tokens) >= draft.block):
             # Hidden states of what is under way are not known, so nothing can be drafted behind it.
             return draft
