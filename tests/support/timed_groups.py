@@ -31,6 +31,8 @@ class TimedMember:
     pipe: AnsweringPipe
     takes: Takes
     way_s: float
+    # What it takes the time from.
+    there: Clock
     # Until when it computes what it began.
     free_s: float = 0.0
     # What is on its way there and back, by the time at which it comes.
@@ -38,7 +40,6 @@ class TimedMember:
     answers: deque[tuple[float, Any]] = field(default_factory=deque)
     # Frames that came and were not looked at.
     waiting: int = 0
-    computed_s: float = 0.0
 
     def __post_init__(self) -> None:
         near, member = self.pipe, self.pipe.member
@@ -48,8 +49,8 @@ class TimedMember:
         received = super(AnsweringPipe, near).receive
 
         def timed(command: Any, *given: Any) -> Any:
-            self.computed_s += self.takes(command.tokens)
             self.free_s += self.takes(command.tokens)
+            self.there.now = self.free_s
             return run(command, *given)
 
         def receive() -> Frame | None:
@@ -80,7 +81,7 @@ class TimedMember:
         other: Any = self.pipe.other
         assert self.pipe.member is not None
         while (begins_s := self.begins_s) <= self.clock.now:
-            self.free_s = begins_s
+            self.free_s = self.there.now = begins_s
             while self.coming and self.coming[0][0] <= begins_s:
                 other.queue.append(self.coming.popleft()[1])
                 self.waiting += 1
@@ -131,12 +132,13 @@ def timed_group(
 ) -> TimedGroup:
     """``whole`` over machines that take for a block what ``takes`` says of each. Hidden states pass through
     the first one."""
-    clock = Clock()
-    for module in (decoding, flight, group_model, member_stage, remote_stage):
+    clock, there = Clock(), Clock()
+    for module in (decoding, flight, group_model, remote_stage):
         patch.setattr(module, "time", SimpleNamespace(monotonic=clock))
+    patch.setattr(member_stage, "time", SimpleNamespace(monotonic=there))
     group = group_of(whole, *cuts, direct=False)
     members = [
-        TimedMember(clock, pipe, each, way_s) for pipe, each in zip(group.pipes, takes[1:], strict=True)
+        TimedMember(clock, pipe, each, way_s, there) for pipe, each in zip(group.pipes, takes[1:], strict=True)
     ]
     group.model._front = _TimedFront(group.model.front, clock, takes[0])  # type: ignore[assignment]
     moved: Any = _Moved(clock, members)

@@ -136,6 +136,8 @@ class Decoding:
         # Sequences that have joined the batch, and take their first step there apart from the others.
         self._joining: list[DecodingSequence] = []
         self._sampler = BatchSampler()
+        # True if this turn is not the sequences' alone.
+        self._beside = False
         # Steps of the batch since it changed.
         self._settled = 0
         # The sources of each request's drafts, from the time when its prompt is known here.
@@ -257,8 +259,10 @@ class Decoding:
             processors.append(without_ends(self._ends, request.min_tokens, prompt_tokens))
         return processors
 
-    def turn(self) -> None:
-        """A token for every sequence, or several."""
+    def turn(self, *, beside: bool = False) -> None:
+        """A token for every sequence, or several. ``beside``: a prompt is read as well, or a guest's work done,
+        so that machines are not filled with guesses."""
+        self._beside = beside
         if self.apart and (self.batch or self._better_together()):
             if any(running.row is not None and running.row.under_way for running in self.apart):
                 self._turn_apart(moving=True)
@@ -512,9 +516,7 @@ class Decoding:
     def _send(self, running: DecodingSequence, row: VerifyRow) -> None:
         """Send blocks until as many are under way as there shall be."""
         begun = time.monotonic()
-        # Other sequences fill the machines as well as guesses do, and none of that is waste.
-        ahead = self.speculation is not None and self.speculation.ahead
-        depth = max(1, self._machines // len(self.apart)) if ahead else 1
+        depth = self._depth
         if row.blocks >= depth:
             return
         if running.drafts is not None:
@@ -527,6 +529,14 @@ class Decoding:
             row.send(rest, draft.source)
             running.beside = Beside.PROMPT if running.beside is Beside.PROMPT else Beside.BLOCKS
         running.sending_s += time.monotonic() - begun
+
+    @property
+    def _depth(self) -> int:
+        """How many blocks of a sequence may be under way. Other sequences and prompts fill the machines as
+        well as guesses do, and none of that is waste."""
+        if self.speculation is None or not self.speculation.ahead or self._beside:
+            return 1
+        return max(1, self._machines // len(self.apart))
 
     def _busy_with(self, row: VerifyRow) -> Beside:
         """What the machines are busy with when the first block of a sequence is sent."""

@@ -158,17 +158,22 @@ class Controller:
         compute another block. ``going``: the first of these blocks are under way. ``slowest``: the part of a
         plain step that the slowest machine takes; 0 if that is not known."""
         self._slowest = slowest
+        alone, alone_gain = self._best(proposals, room, 1)
+        if machines == 1:
+            self._flight = self._flight if going else None
+            return alone
         found, gain = self._best(proposals, room, machines)
         if going:
             if self._flight is not None and found.tokens:
-                self._flight.goes_on(
-                    1 + len(self._best(proposals, room, 1)[0].tokens), 1 + len(found.tokens)
-                )
+                self._flight.goes_on(1 + len(alone.tokens), 1 + len(found.tokens))
             return found
         self._flight = None
-        if self.ahead is None or not found.block or len(found.tokens) < found.block:
+        if self.always:
             return found
-        alone, alone_gain = self._best(proposals, room, 1)
+        if len(found.tokens) < max(1, found.block) or gain <= alone_gain:
+            return alone
+        if self.ahead is None:
+            return found
         if not self.ahead.next(gain / alone_gain):
             return alone
         self._flight = AheadFlight(1 + len(alone.tokens), 1 + len(found.tokens), self.costs.ratio)
@@ -180,7 +185,8 @@ class Controller:
         for name, tokens in proposals.items():
             if not tokens:
                 continue
-            self._guesses.setdefault(name, (tuple(tokens), 0))
+            # No more than one block's, so that a source is judged as soon as on one machine.
+            self._guesses.setdefault(name, (tuple(tokens[: max(1, self.most)]), 0))
             usable = min(len(tokens), room, (self.most + 1) * machines - 1)
             if self.always:
                 if usable > len(best.tokens):
