@@ -113,6 +113,8 @@ class _Moved:
         """Nothing is missed: no time passes until ``wait``."""
 
     def wait(self, _timeout_s: float) -> None:
+        for member in self._members:
+            member.go_on()
         next_s = min(member.next_s for member in self._members)
         assert next_s < math.inf, "nothing comes any more"
         self._clock.now = max(self._clock.now, next_s)
