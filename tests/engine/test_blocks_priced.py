@@ -135,7 +135,8 @@ MACHINES = {
 
 @pytest.mark.parametrize("machines", MACHINES)
 @pytest.mark.parametrize(
-    "chance", [0.3, 0.7, pytest.param(0.05, marks=pytest.mark.long), pytest.param(0.9, marks=pytest.mark.long)]
+    "chance",
+    [0.3, 0.7, pytest.param(0.05, marks=pytest.mark.long), pytest.param(0.9, marks=pytest.mark.long)],
 )
 def test_text_with_refused_drafts_is_not_slower_than_one_block_at_a_time(
     tokenizer: Any, machines: str, chance: float

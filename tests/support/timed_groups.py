@@ -8,12 +8,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pipes import Clock
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from group_machines import AnsweringPipe, Group, group_of
-from pipes import Clock
 
 from fleetd.engine.groups import flight, group_model, member_stage, remote_stage
 from fleetd.engine.loop import decoding
@@ -140,7 +140,8 @@ def timed_group(
     patch.setattr(member_stage, "time", SimpleNamespace(monotonic=there))
     group = group_of(whole, *cuts, direct=False)
     members = [
-        TimedMember(clock, pipe, each, way_s, there) for pipe, each in zip(group.pipes, takes[1:], strict=True)
+        TimedMember(clock, pipe, each, way_s, there)
+        for pipe, each in zip(group.pipes, takes[1:], strict=True)
     ]
     group.model._front = _TimedFront(group.model.front, clock, takes[0])  # type: ignore[assignment]
     moved: Any = _Moved(clock, members)
