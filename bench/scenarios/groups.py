@@ -60,8 +60,8 @@ async def _measure(runs: int) -> Measured:
     here, there, *_ = sorted(os.sched_getaffinity(0))
     async with (
         worker_on(here) as whole,
-        _group((here, there), (_CUT,), blocks_ahead=True) as group,
-        _group((here, there), (_CUT,)) as one_block,
+        _group((here, there), (_CUT,)) as group,
+        _group((here, there), (_CUT,), blocks_ahead=False) as one_block,
     ):
         await _alternate({_WHOLE: whole, _GROUP: group, _ONE_BLOCK: one_block}, runs, seen)
     # By themselves: workers that only wait take time of those that compute.

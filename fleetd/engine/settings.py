@@ -97,6 +97,6 @@ class WorkerSettings(WorkerOptions, frozen=True):
     group_tokens: int = 0
     # Its place if layers are divided, and not dealt out; rank 0 answers, and ``group`` has the others.
     ring: RingPlace | None = None
-    # True: several blocks of one answer are under way if that is measured to be faster. Off until a machine
-    # with nothing else to do has shown the gain (``bench groups``).
-    blocks_ahead: bool = False
+    # Several blocks of one answer are under way if that is measured to be faster. No setting of people: False
+    # is for measuring (``bench groups``).
+    blocks_ahead: bool = True

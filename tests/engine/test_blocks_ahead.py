@@ -124,12 +124,18 @@ def test_a_block_that_waited_for_one_that_was_dropped_counts_against_flights() -
 
 
 def test_a_flight_is_held_against_blocks_alone_that_give_the_same_tokens() -> None:
-    flight = AheadFlight(4, lambda width: 1 + 0.1 * (width - 1))
+    flight = AheadFlight(4, 32, lambda width: 1 + 0.1 * (width - 1))
     flight.took(3, 1.0)
     assert flight.alone == pytest.approx(1.3)
-    flight.width = 6
+    flight.goes_on(6, 10)
     flight.took(6, 2.0)
     assert (flight.alone, flight.seconds) == (pytest.approx(1.3 + 1.5), 3.0)
+
+
+def test_behind_the_last_draft_a_block_alone_is_no_wider_than_what_is_left() -> None:
+    flight = AheadFlight(4, 6, lambda width: 1 + 0.1 * (width - 1))
+    flight.took(6, 1.0)
+    assert flight.alone == pytest.approx(1.3 + 1.1)
 
 
 # ---- With the controller -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ other: every answer is, bit for bit, that of the whole model."""
 from __future__ import annotations
 
 import functools
+import gc
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 import speculating
 import tiny_architectures
-from group_machines import group_of, lazy
+from group_machines import group_of, lazy, rows_held
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_for
+from speculating import GREEDY, Run, Scripted, guessing, lying, patchy, perfect, right_for
 
 from fleetd.engine.failures import MemberLost
+from fleetd.engine.loop import decoding
+from fleetd.engine.prefixes.prefix_cache import PrefixCache
 from fleetd.engine.protocol import Cancel, Sampling
 from fleetd.engine.sequence_state.kinds import ANY
 from fleetd.engine.speculation.ahead import GainEvidence, GroupFlights
@@ -87,21 +90,6 @@ def test_any_source_gives_the_answer_of_the_whole_model(
     assert run.said("r") == plain.said("r")
 
 
-def patchy(text: Sequence[int], seed: int, right: float) -> Scripted:
-    """Each guess is right with this chance, the same one whenever it is asked; sometimes it has none."""
-
-    def say(tokens: Sequence[int], width: int) -> list[int]:
-        found = []
-        for at in range(len(tokens), min(len(text), len(tokens) + width)):
-            dice = random.Random(f"{seed} {at}")
-            if dice.random() < 0.05:
-                break
-            found.append(text[at] if dice.random() < right else dice.randrange(VOCAB))
-        return found
-
-    return Scripted(say)
-
-
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 40))]
@@ -116,7 +104,7 @@ def test_any_pattern_of_right_and_wrong_drafts_gives_the_answer_of_the_whole_mod
     group = lazy(group_of(model(), *cuts, direct=direct), seed)
     verdict = ExactnessVerdict(dice.choice([2, 3, 5, 16]), ANY, "exact: for the test", {1: 1.0, 16: 1.5})
     run = Run(group.model, tokenizer, spec(verdict=verdict))
-    source = patchy(plain.tokens["r"], seed, dice.choice([0.3, 0.7, 0.9]))
+    source = patchy(plain.tokens["r"], seed, dice.choice([0.3, 0.7, 0.9]), VOCAB)
     run.submit("r", PROMPT, source, sampling=SAMPLINGS[sampling], **ASKED)
     run.finish()
     assert run.said("r") == plain.said("r")
@@ -135,7 +123,11 @@ def test_blocks_behind_a_wrong_draft_are_not_computed(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("factor", [1e6, 1e-6])
-def test_an_automatic_choice_sends_ahead_what_has_paid(tokenizer: Any, factor: float) -> None:
+def test_an_automatic_choice_sends_ahead_what_has_paid(
+    tokenizer: Any, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The verdict's seconds are none of these machines'.
+    monkeypatch.setattr(decoding, "slowest_part", lambda times, step_s: 0.5)
     plain = whole("llama", tokenizer)
     group = group_of(model(), 2)
     dear = ExactnessVerdict(16, ANY, "exact: for the test", {1: 1.0, 16: 4.0})
@@ -198,7 +190,7 @@ def test_several_answers_beside_each_other_are_those_of_the_whole_model(
     run.decoding.rounds = Apart()
     beside = 0
     for number, (name, prompt) in enumerate(PROMPTS.items()):
-        sources = [patchy(alone.tokens[name], number, 0.7)] if drafted else []
+        sources = [patchy(alone.tokens[name], number, 0.7, VOCAB)] if drafted else []
         run.submit(
             name, prompt, *sources, sampling=SAMPLINGS[sampling], max_tokens=24 + 4 * number, top_logprobs=2
         )
@@ -250,6 +242,122 @@ def test_other_families_answer_as_whole_models(tokenizer: Any, name: str) -> Non
     plain = whole(name, tokenizer)
     group = lazy(group_of(model(name), 1), 2)
     run = Run(group.model, tokenizer, spec())
-    run.submit("r", PROMPT, patchy(plain.tokens["r"], 4, 0.8), **ASKED)
+    run.submit("r", PROMPT, patchy(plain.tokens["r"], 4, 0.8, VOCAB), **ASKED)
     run.finish()
     assert run.said("r") == plain.said("r")
+
+
+# ---- while blocks are under way ----------------------------------------------------------------------------
+
+
+def until_ahead(run: Run) -> None:
+    """Until a block is under way behind one that was taken."""
+    while not any(running.row.blocks for running in run.decoding.apart if running.row is not None):
+        run.turn()
+
+
+def ahead_of(run: Run, name: str) -> int:
+    """Blocks of an answer that are under way between turns."""
+    rows = [running.row for running in run.decoding.apart if running.sequence.id == name]
+    return sum(row.blocks for row in rows if row is not None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stop_string_ends_the_answer_and_what_is_ahead_of_it(tokenizer: Any, seed: int) -> None:
+    plain = whole("llama", tokenizer)
+    said = "".join(piece[0] for piece in plain.said("r")[:-1])
+    stop = said[len(said) // 2 :][:3]
+    assert stop
+    once = Run(model(), tokenizer)
+    group = lazy(group_of(model(), 1, 3), seed)
+    ahead = Run(group.model, tokenizer, spec())
+    sources: tuple[list[Scripted], ...] = ([], [patchy(plain.tokens["r"], seed, 0.9, VOCAB)])
+    for run, source in zip((once, ahead), sources, strict=True):
+        run.submit("r", PROMPT, *source, stop=[stop], **ASKED)
+        run.finish()
+    assert ahead.said("r") == once.said("r")
+    assert ahead.finished("r").stop == stop
+
+
+def test_a_next_turn_begins_with_what_was_kept_of_an_answer_with_blocks_ahead(tokenizer: Any) -> None:
+    plain = whole("llama", tokenizer)
+    group = lazy(group_of(model(), 1, 3), 6)
+    ahead, once = Run(group.model, tokenizer, spec()), Run(model(), tokenizer)
+    sources: tuple[list[Scripted], ...] = ([patchy(plain.tokens["r"], 6, 0.8, VOCAB)], [])
+    for run, source in zip((ahead, once), sources, strict=True):
+        run.submit("r", PROMPT, *source, **ASKED)
+        run.finish()
+        run.submit("next", [*plain.tokens["r"], 5, 6, 7], **ASKED)
+        run.finish()
+    assert ahead.said("next") == once.said("next")
+    assert ahead.finished("next").usage.cached_tokens >= len(PROMPT) + 30
+
+
+def test_members_keep_nothing_of_blocks_that_were_dropped(tokenizer: Any) -> None:
+    """However answers end: as many sequences are held as without drafts."""
+    plain = whole("llama", tokenizer)
+    held = []
+    for drafted in (False, True):
+        group = lazy(group_of(model(), 1, 3), 8)
+        run = Run(group.model, tokenizer, spec(), prefix=PrefixCache(0))
+        for number in range(4):
+            source = [patchy(plain.tokens["r"], number, 0.8, VOCAB)] if drafted else []
+            run.submit("cancelled", PROMPT, *source, max_tokens=500)
+            while not run.said("cancelled"):
+                run.turn()
+            run.scheduler.tell(Cancel("cancelled"))
+            run.turn()
+            run.submit(f"r{number}", PROMPT, *source, **ASKED)
+            run.finish()
+        gc.collect()
+        group.model.members.tell()
+        group.model.settle()
+        for pipe in group.pipes:
+            while pipe.member is not None and pipe.member.ready:
+                pipe.member.step()
+        held.append(rows_held(group))
+    assert held[0] == held[1]
+
+
+# ---- whose turn it is --------------------------------------------------------------------------------------
+
+
+def test_no_block_is_ahead_while_a_prompt_is_read(tokenizer: Any) -> None:
+    """The machines read, instead of computing guesses."""
+    plain = whole("llama", tokenizer)
+    run = Run(group_of(model(), 2).model, tokenizer, spec())
+    run.submit("r", PROMPT, perfect(plain.tokens["r"]), **ASKED)
+    until_ahead(run)
+    run.submit("long", [(5 * i + 1) % 64 for i in range(200)], max_tokens=1)
+    while not run.scheduler._prefilling:
+        run.turn()
+    # What was sent before is taken first.
+    run.turn()
+    seen = 0
+    while run.scheduler._prefilling:
+        assert ahead_of(run, "r") == 0
+        seen += 1
+        run.turn()
+    assert seen
+    run.finish()
+    assert run.said("r") == plain.said("r")
+
+
+@pytest.mark.parametrize(("cuts", "answers", "most"), [((2,), 2, 1), ((1, 2, 3), 2, 2), ((1, 3), 3, 1)])
+def test_answers_beside_each_other_share_the_machines(
+    tokenizer: Any, cuts: tuple[int, ...], answers: int, most: int
+) -> None:
+    """No guess of one answer takes a machine that another answer's next token could have."""
+    alone = each_alone(tokenizer, "greedy")
+    run = Run(group_of(model(), *cuts).model, tokenizer, spec())
+    run.decoding.rounds = Apart()
+    names = list(PROMPTS)[:answers]
+    for name in names:
+        run.submit(name, PROMPTS[name], right_for(alone.tokens[name], 1), max_tokens=24)
+    found = 0
+    while run.busy:
+        before = len(run.decoding.apart)
+        run.turn()
+        if before == len(run.decoding.apart) == answers and not run.scheduler._prefilling:
+            found = max([found, *(ahead_of(run, name) for name in names)])
+    assert found == most

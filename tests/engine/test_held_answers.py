@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import speculating
 import tiny_architectures
+from group_machines import group_of, lazy
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from speculating import GREEDY, Run, Scripted, guessing, perfect, right_for
 
@@ -172,6 +173,20 @@ def test_an_answer_by_rules_is_the_same_with_and_without_drafts(
         report = run.finished("r").speculation
         assert report is not None
         assert report.accepted == report.drafted
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_an_answer_by_rules_is_the_same_with_blocks_ahead_over_several_machines(
+    llama: Any, tokenizer: Any, kind: str
+) -> None:
+    """Masks of a block are made while the one before it, whose drafts may be wrong, is under way."""
+    fields = {"sampling": SAMPLED, "max_tokens": 40, "top_logprobs": 1}
+    plain = answers(Run(llama, tokenizer), {"r": (PROMPT, [], fields)})
+    group = lazy(group_of(llama, 1, 3), 4)
+    run = Run(group.model, tokenizer, speculating.speculation(VOCAB))
+    rules: list[Rule] = []
+    answers(run, {"r": (PROMPT, SOURCES[kind](plain.tokens["r"]), fields)}, rules)
+    assert run.said("r") == plain.said("r")
 
 
 @pytest.mark.parametrize("ahead", [False, True])

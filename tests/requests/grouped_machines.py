@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import sys
 import threading
@@ -42,7 +43,15 @@ from fleetd import limits
 from fleetd.engine.daemon_side import pool as pool_module
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.daemon_side.supervisor import EngineProcess
-from fleetd.engine.protocol import Delta, Generate, Loading, Prefill, StreamTag
+from fleetd.engine.protocol import (
+    Delta,
+    Generate,
+    Loading,
+    Prefill,
+    Sampling,
+    StreamTag,
+    TokenPrompt,
+)
 from fleetd.errors import FleetError
 from fleetd.models.memory_need import WORKING_BYTES, WeightRules
 from fleetd.p2p import node as node_module
@@ -68,6 +77,7 @@ BUSY_S = 30.0
 STALL_S = 4.0
 MEMORY_BYTES = WORKING_BYTES + (24 << 20)
 # By which home holds no model whole.
+_TWO = 7, 8
 _NO_ROOM = WeightRules("cpu", setting="float32")
 _LIMITS = {
     "GROUP_SILENT_S": SILENT_S,
@@ -172,7 +182,14 @@ class GroupedMachines:
     # ---- use ---------------------------------------------------------------------------------------------
 
     def prompt(self, request_id: str, **fields: Any) -> Generate:
-        return request(request_id, CHUNK * PREFILL_CHUNKS - 10, 1, **{"max_tokens": 40, **fields})
+        """Its answer is of two tokens, as the end of the prompt: so there are drafts for each token, of which
+        some are right, and blocks of the answer are ahead of others."""
+        two = Sampling(temperature=2.0, seed=3, logit_bias=dict.fromkeys(_TWO, 60.0))
+        asked = request(request_id, CHUNK * PREFILL_CHUNKS - 10 - CHUNK, 1)
+        end = random.Random(4).choices(_TWO, k=CHUNK)
+        assert isinstance(asked.prompt, TokenPrompt)
+        prompt = TokenPrompt([*asked.prompt.tokens, *end])
+        return replace(asked, **{"prompt": prompt, "sampling": two, "max_tokens": 40, **fields})
 
     async def ask(
         self,
@@ -341,7 +358,14 @@ async def machines(
 
 async def _made(folder: Path, patch: pytest.MonkeyPatch, kind: type[GroupedMachines]) -> GroupedMachines:
     model = write(folder / "model")
-    options = PoolOptions(device="cpu", threads=1, max_memory_bytes=MEMORY_BYTES, prefill_chunk_tokens=CHUNK)
+    options = PoolOptions(
+        device="cpu",
+        threads=1,
+        max_memory_bytes=MEMORY_BYTES,
+        prefill_chunk_tokens=CHUNK,
+        # Not if it pays: how busy the processors are is no part of the tests.
+        speculation="on",
+    )
     every = []
     for name in (HOME, *HELPERS):
         node = Node(settings(folder, name))

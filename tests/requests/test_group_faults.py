@@ -83,6 +83,9 @@ def _check(case: GroupCase, strike: GroupStrike, told: RequestEvents, expected: 
     if case.outcome in ("again", "same", "either") or all_said:
         assert told.error is None, told.error
         assert told.answer == expected
+        drafts = told.finished.speculation
+        assert drafts is not None
+        assert drafts.drafted > drafts.accepted > 0
     else:
         assert told.error is not None
         assert told.error.code in case.outcome.split(" or "), told.error

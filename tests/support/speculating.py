@@ -141,6 +141,21 @@ def right_for(whole: Sequence[int], count: int) -> Scripted:
     return Scripted(say)
 
 
+def patchy(text: Sequence[int], seed: int, right: float, vocab_size: int) -> Scripted:
+    """Each guess is right with this chance, the same one whenever it is asked; sometimes it has none."""
+
+    def say(tokens: Sequence[int], width: int) -> list[int]:
+        found = []
+        for at in range(len(tokens), min(len(text), len(tokens) + width)):
+            dice = random.Random(f"{seed} {at}")
+            if dice.random() < 0.05:
+                break
+            found.append(text[at] if dice.random() < right else dice.randrange(vocab_size))
+        return found
+
+    return Scripted(say)
+
+
 def guessing(vocab_size: int, seed: int) -> Scripted:
     dice = random.Random(seed)
     return Scripted(lambda tokens, width: [dice.randrange(vocab_size) for _ in range(dice.randint(0, width))])

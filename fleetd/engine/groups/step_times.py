@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fleetd.control.prefill_trace import GroupStage
@@ -12,6 +13,18 @@ from fleetd.control.prefill_trace import GroupStage
 MOST_TOKENS = 2
 # Steps that the medians are of.
 STEPS = 64
+
+
+def slowest_part(times: Sequence[GroupStage], step_s: float) -> float:
+    """The part of a plain step of ``step_s`` seconds that the slowest machine takes, at least an equal one; 0
+    if no step of some machine was measured. ``times``: of each machine, first of the one that answers, which
+    has the head and chooses tokens besides."""
+    if not times or not all(each.steps for each in times):
+        return 0.0
+    front, *members = times
+    elsewhere_s = sum(each.computed_s + each.way_s for each in members)
+    total_s = max(step_s, front.computed_s + elsewhere_s)
+    return max(1 / len(times), *(each.computed_s / total_s for each in members), 1 - elsewhere_s / total_s)
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.failures import require
 from fleetd.engine.grammar.matcher import AnswerMatcher
+from fleetd.engine.groups.step_times import slowest_part
 from fleetd.engine.layers.hidden_states import noted_states
 from fleetd.engine.loop.held_rows import HeldRows
 from fleetd.engine.loop.sequence import ScheduledSequence
@@ -135,6 +136,8 @@ class Decoding:
         # Sequences that have joined the batch, and take their first step there apart from the others.
         self._joining: list[DecodingSequence] = []
         self._sampler = BatchSampler()
+        # True if this turn is not the sequences' alone.
+        self._beside = False
         # Steps of the batch since it changed.
         self._settled = 0
         # The sources of each request's drafts, from the time when its prompt is known here.
@@ -256,8 +259,10 @@ class Decoding:
             processors.append(without_ends(self._ends, request.min_tokens, prompt_tokens))
         return processors
 
-    def turn(self) -> None:
-        """A token for every sequence, or several."""
+    def turn(self, *, beside: bool = False) -> None:
+        """A token for every sequence, or several. ``beside``: a prompt is read as well, or a guest's work done,
+        so that machines are not filled with guesses."""
+        self._beside = beside
         if self.apart and (self.batch or self._better_together()):
             if any(running.row is not None and running.row.under_way for running in self.apart):
                 self._turn_apart(moving=True)
@@ -511,9 +516,7 @@ class Decoding:
     def _send(self, running: DecodingSequence, row: VerifyRow) -> None:
         """Send blocks until as many are under way as there shall be."""
         begun = time.monotonic()
-        # Other sequences fill the machines as well as guesses do, and none of that is waste.
-        ahead = self.speculation is not None and self.speculation.ahead
-        depth = max(1, self._machines // len(self.apart)) if ahead else 1
+        depth = self._depth
         if row.blocks >= depth:
             return
         if running.drafts is not None:
@@ -526,6 +529,14 @@ class Decoding:
             row.send(rest, draft.source)
             running.beside = Beside.PROMPT if running.beside is Beside.PROMPT else Beside.BLOCKS
         running.sending_s += time.monotonic() - begun
+
+    @property
+    def _depth(self) -> int:
+        """How many blocks of a sequence may be under way. Other sequences and prompts fill the machines as
+        well as guesses do, and none of that is waste."""
+        if self.speculation is None or not self.speculation.ahead or self._beside:
+            return 1
+        return max(1, self._machines // len(self.apart))
 
     def _busy_with(self, row: VerifyRow) -> Beside:
         """What the machines are busy with when the first block of a sequence is sent."""
@@ -549,7 +560,10 @@ class Decoding:
             for name, tokens in drafts.proposals(running.tokens, depth).items()
             if len(tokens) > len(guessed) and tokens[: len(guessed)] == guessed
         }
-        draft = drafts.choose(fitting, max(0, room), depth, going=row.blocks > 0)
+        slowest = 0.0
+        if fitting and depth > 1:
+            slowest = slowest_part(self.model.stage_times, self.speculation.costs.step_s)
+        draft = drafts.choose(fitting, max(0, room), depth, going=row.blocks > 0, slowest=slowest)
         if row.blocks or (draft.block and len(draft.tokens) >= draft.block):
             # Hidden states of what is under way are not known, so nothing can be drafted behind it.
             return draft

@@ -183,7 +183,7 @@ class Scheduler(ComputeLoop):
         if len(self.decoding) > 1 or not self._only_decodes:
             for sequence in self.decoding.sequences:
                 sequence.decode_interleaved = True
-        self.decoding.turn()
+        self.decoding.turn(beside=bool(self._prefilling) or super()._occupied)
         if self.disk is not None:
             self.disk.writer.paced = self._occupied
 

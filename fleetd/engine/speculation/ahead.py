@@ -40,10 +40,12 @@ REST, LONGEST_REST, REFRESH = 2, 64, 16
 class AheadFlight:
     """One flight of several blocks, and how its tokens would have come one block at a time.
 
-    ``width``: tokens that a block would have now if it were alone. ``ratio``: plain steps that it would take.
+    ``width``: tokens that a block would have now if it were alone. ``guess``: those that the flight can give,
+    as far as is known; behind them there is nothing to verify. ``ratio``: plain steps that a block takes.
     """
 
     width: int
+    guess: int
     ratio: Callable[[int], float]
     # Plain steps of the blocks alone that the tokens so far need.
     alone: float = 0.0
@@ -52,13 +54,18 @@ class AheadFlight:
     _tokens: int = 0
     _covered: int = 0
 
+    def goes_on(self, width: int, guess: int) -> None:
+        """A block alone would have ``width`` tokens now, and from here on ``guess`` may come."""
+        self.width, self.guess = width, self._tokens + guess
+
     def took(self, tokens: int, seconds: float) -> None:
         """A block gave ``tokens``, in ``seconds`` since the one before."""
         self._tokens += tokens
         self.seconds += seconds
         while self._covered < self._tokens:
-            self._covered += self.width
-            self.alone += self.ratio(self.width)
+            width = max(1, min(self.width, self.guess - self._covered))
+            self._covered += width
+            self.alone += self.ratio(width)
 
 
 @dataclass(slots=True)

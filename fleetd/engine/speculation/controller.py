@@ -5,11 +5,14 @@ tv(k+1) / t1 plain steps; the k with the most tokens per time is taken, or none 
 than one.
 
 Over m machines of a group, blocks of w tokens follow each other without waiting for the one before, as if all
-of it were right: as many at a time as there are machines, since each computes one. Blocks that were sent
-behind a wrong draft are waste. A guess of K blocks brings (1 - a^(K·w)) / (1 - a) tokens. The first block
-takes its whole way, each of the N - 1 that are expected to count after it an m-th of that:
+of it were right: at most one for each machine, since each computes one. Blocks that were sent behind a wrong
+draft are waste. A guess of K blocks brings (1 - a^(K·w)) / (1 - a) tokens. The first block takes its whole
+way. The N - 1 that are expected to count after it come as fast as the slowest machine gives them; s is its
+part of a block's whole way, an m-th if all are equally fast. Behind a wrong draft the slowest machine may
+still be busy with blocks that are dropped, and the next one is late. With k = min(K, m) blocks at a time:
 
-    tv(w) / t1 · (1 + (N - 1) / min(K, m))        N = (1 - a^(K·w)) / (1 - a^w)
+    tv(w) / t1 · (1 + (N - 1) · max(s, 1 / k) + (1 - a^(K·w)) · max(0, k · s - 1))
+    N = (1 - a^(K·w)) / (1 - a^w)
 
 Where a wrong draft undoes its whole pass (``rollback.mark``), what was right in it is computed again in the
 next pass, which is so much wider. That is taken into account at its most: all k tokens, as often as any is
@@ -139,24 +142,41 @@ class Controller:
     # Seconds that sources have taken since the last pass.
     _drafting_s: float = 0.0
     _flight: AheadFlight | None = None
+    # The slowest machine's part of a block's way; 0 if all are taken to be equally fast.
+    _slowest: float = 0.0
 
     def choose(
-        self, proposals: Mapping[str, Sequence[int]], room: int, machines: int = 1, *, going: bool = False
+        self,
+        proposals: Mapping[str, Sequence[int]],
+        room: int,
+        machines: int = 1,
+        *,
+        going: bool = False,
+        slowest: float = 0.0,
     ) -> Draft:
         """The drafts to verify, at most ``room``; sources in order of preference. ``machines``: that can each
-        compute another block. ``going``: the first of these blocks are under way."""
+        compute another block. ``going``: the first of these blocks are under way. ``slowest``: the part of a
+        plain step that the slowest machine takes; 0 if that is not known."""
+        self._slowest = slowest
+        alone, alone_gain = self._best(proposals, room, 1)
+        if machines == 1:
+            self._flight = self._flight if going else None
+            return alone
         found, gain = self._best(proposals, room, machines)
         if going:
             if self._flight is not None and found.tokens:
-                self._flight.width = 1 + len(self._best(proposals, room, 1)[0].tokens)
+                self._flight.goes_on(1 + len(alone.tokens), 1 + len(found.tokens))
             return found
         self._flight = None
-        if self.ahead is None or not found.block or len(found.tokens) < found.block:
+        if self.always:
             return found
-        alone, alone_gain = self._best(proposals, room, 1)
+        if len(found.tokens) < max(1, found.block) or gain <= alone_gain:
+            return alone
+        if self.ahead is None:
+            return found
         if not self.ahead.next(gain / alone_gain):
             return alone
-        self._flight = AheadFlight(1 + len(alone.tokens), self.costs.ratio)
+        self._flight = AheadFlight(1 + len(alone.tokens), 1 + len(found.tokens), self.costs.ratio)
         return found
 
     def _best(self, proposals: Mapping[str, Sequence[int]], room: int, machines: int) -> tuple[Draft, float]:
@@ -165,7 +185,8 @@ class Controller:
         for name, tokens in proposals.items():
             if not tokens:
                 continue
-            self._guesses.setdefault(name, (tuple(tokens), 0))
+            # No more than one block's, so that a source is judged as soon as on one machine.
+            self._guesses.setdefault(name, (tuple(tokens[: max(1, self.most)]), 0))
             usable = min(len(tokens), room, (self.most + 1) * machines - 1)
             if self.always:
                 if usable > len(best.tokens):
@@ -292,7 +313,9 @@ class Controller:
         for width in range(1, min(self.most, drafts) + 2):
             blocks = min(machines, -(-(drafts + 1) // width))
             late = self.ahead.own.late if self.ahead is not None else LATE
-            at_worst = self.costs.ratio(width) - 1 + late * (blocks - 1)
+            at_worst = self.costs.ratio(width) - 1
+            if blocks > 1:
+                at_worst += max(late * (blocks - 1), self._late(blocks) * self.costs.ratio(width))
             if self.again and width > 1:
                 at_worst += self.costs.ratio(2) - 1
             drafting = price.seconds(width - 1) / self.costs.step_s if price is not None else 0.0
@@ -312,7 +335,14 @@ class Controller:
         tokens = (1 - acceptance ** min(drafts + 1, width * all_blocks)) / (1 - acceptance)
         counted = (1 - right**all_blocks) / (1 - right)
         ratio = self._ratio(width - 1, acceptance ** (width - 1))
-        return tokens / (ratio * (1 + (counted - 1) / blocks) + drafting)
+        all_right = right**all_blocks
+        way = 1 + (counted - 1) * max(self._slowest, 1 / blocks) + (1 - all_right) * self._late(blocks)
+        return tokens / (ratio * way + drafting)
+
+    def _late(self, blocks: int) -> float:
+        """By how much of its way a block is late behind one of ``blocks`` that was refused, as machines are
+        busy with the others."""
+        return max(0.0, blocks * self._slowest - 1) if blocks > 1 else 0.0
 
     def _ratio(self, drafts: int, all_right: float) -> float:
         """Plain steps that a pass over ``drafts`` drafts takes, and the next pass for what it computes again.

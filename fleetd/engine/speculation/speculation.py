@@ -157,10 +157,16 @@ class SequenceDrafts:
         return found
 
     def choose(
-        self, proposals: Mapping[str, Sequence[int]], room: int, machines: int = 1, *, going: bool = False
+        self,
+        proposals: Mapping[str, Sequence[int]],
+        room: int,
+        machines: int = 1,
+        *,
+        going: bool = False,
+        slowest: float = 0.0,
     ) -> Draft:
         """What the next pass verifies, at most ``room`` drafts (``Controller.choose``)."""
-        return self.controller.choose(proposals, room, machines, going=going)
+        return self.controller.choose(proposals, room, machines, going=going, slowest=slowest)
 
     def next_draft(
         self, tokens: Sequence[int], room: Callable[[], int], cache: Sequence[Any] | None = None
