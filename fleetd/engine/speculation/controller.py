@@ -55,12 +55,14 @@ from fleetd.engine.speculation.source_history import (
 # A wider pass has to promise this much more than a plain step: the promise is an estimate.
 MARGIN = 1.05
 # Evidence loses this share of its weight with each draft that is judged: texts change.
-FADES = 0.15
+FADES = 0.08
 # The highest acceptance assumed; (1 - a) must not be 0.
 SUREST = 0.98
 # Plain steps that drafts may lose: at the beginning of an answer, and for each of its tokens. Together less
-# than 2 % of an answer of 50 tokens or more.
-RISK, RISK_PER_TOKEN = 0.25, 0.015
+# than 2 % of an answer of 50 tokens or more, also with what is carried over from earlier answers.
+RISK, RISK_PER_TOKEN = 0.25, 0.012
+# The part of what an answer can bear that may go into reading hidden states before a draft.
+SPARED = 0.25
 # So many tokens before a trial the hidden states are noted that it drafts from.
 NOTED_BEFORE = 64
 
@@ -77,16 +79,16 @@ class SourceStats:
     # Weights of the drafts that were right, and of all that were judged.
     _right: float = PRIOR * PRIOR_TOKENS
     _judged: float = PRIOR_TOKENS
-    # Plain steps that its drafts may lose now.
+    # Plain steps that its drafts may lose now; and those that earlier answers have left for this one.
     bearable: float = RISK
+    advance: float = RISK
 
     @classmethod
     def after(cls, past: SourceHistory, tokens: int) -> SourceStats:
         """A source that first drafts after ``tokens`` tokens of an answer, with what earlier ones found."""
         right, judged = past.remembered()
-        return cls(
-            _right=right, _judged=judged, bearable=max(RISK, past.account) + RISK_PER_TOKEN * tokens
-        )
+        advance = min(CARRIED, past.account)
+        return cls(_right=right, _judged=judged, bearable=_granted(advance, tokens), advance=advance)
 
     @property
     def acceptance(self) -> float:
@@ -150,9 +152,9 @@ class Controller:
     # Passes of this answer, and the tokens that they gave.
     passes: int = 0
     tokens: int = 0
-    # Plain steps that drafts may lose now; and how many of them the answer began with.
+    # As of ``SourceStats``, for drafts of all sources.
     _bearable: float = RISK
-    _begun_with: float = RISK
+    _advance: float = RISK
     # What each source guessed, from the token that is due on, and how much of it has come.
     _guesses: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     # Tokens of the answer.
@@ -255,14 +257,15 @@ class Controller:
         return f"off: pays less than it costs (right in {100 * past.acceptance:.0f} %)"
 
     def spare_s(self, source: str, price: DraftPrice, count: int) -> float:
-        """Seconds that ``source`` may take beside ``count`` tokens, if all of them may be wrong."""
+        """Seconds that ``source`` may take once, before ``count`` tokens: a part of what the answer could still
+        bear if all of them were wrong."""
         at_worst = self._at_worst(1 + count) + price.seconds(count) / self.costs.step_s
         if self.always:
             return math.inf
         bearable = self._bearable_of(self._record(source))
         if source in self._trying:
             bearable = min(bearable, self.history.source(source).allowance)
-        return max(0.0, bearable - at_worst) * self.costs.step_s
+        return SPARED * max(0.0, bearable - at_worst) * self.costs.step_s
 
     def drafted(self, source: str, seconds: float) -> None:
         """Note that ``source`` was asked, and took ``seconds`` of this device."""
@@ -352,11 +355,11 @@ class Controller:
 
     def on_tokens(self, tokens: Sequence[int]) -> None:
         """Hold guesses against tokens of the answer, drafted or not."""
-        self._bearable += RISK_PER_TOKEN * len(tokens)
+        before, self._seen = self._seen, self._seen + len(tokens)
+        self._bearable += _granted(self._advance, self._seen) - _granted(self._advance, before)
         for record in self.records.values():
-            record.bearable += RISK_PER_TOKEN * len(tokens)
+            record.bearable += _granted(record.advance, self._seen) - _granted(record.advance, before)
         self.history.on_tokens(len(tokens))
-        self._seen += len(tokens)
         for name, (guess, seen) in list(self._guesses.items()):
             rest = guess[seen:]
             right = leading(rest, tokens)
@@ -371,11 +374,9 @@ class Controller:
 
     def _record(self, name: str) -> SourceStats:
         if (record := self.records.get(name)) is None:
-            past = self.history.source(name)
-            record = self.records[name] = SourceStats.after(past, self._seen)
-            more = max(0.0, past.account - self._begun_with)
-            self._begun_with += more
-            self._bearable += more
+            record = self.records[name] = SourceStats.after(self.history.source(name), self._seen)
+            before, self._advance = self._advance, max(self._advance, record.advance)
+            self._bearable += _granted(self._advance, self._seen) - _granted(before, self._seen)
         return record
 
     def _bearable_of(self, record: SourceStats) -> float:
@@ -426,7 +427,8 @@ class Controller:
             late = self.ahead.own.late if self.ahead is not None else LATE
             drafting = self._steps(price, width - 1)
             at_worst = self._at_worst(width) + late * (blocks - 1) + drafting
-            if width > 1 and at_worst + begin_s / self.costs.step_s > bearable:
+            # More than one draft may not cost the answer all that it can bear: the next pass may be right.
+            if width > 1 and at_worst + begin_s / self.costs.step_s > bearable / min(2, width - 1):
                 break
             found = self._gain(acceptance, width, blocks, drafts, drafting)
             if found > gain:
@@ -451,6 +453,12 @@ class Controller:
         """
         ratio = self.costs.ratio(1 + drafts)
         return ratio + (1 - all_right) * (ratio - 1) if self.again else ratio
+
+
+def _granted(advance: float, tokens: int) -> float:
+    """Plain steps that drafts may lose in ``tokens`` tokens of an answer, if they save nothing. ``advance`` is
+    had at once, and is no more than what would be had later."""
+    return max(advance, RISK + RISK_PER_TOKEN * tokens)
 
 
 def leading(guess: Sequence[int], tokens: Sequence[int]) -> int:

@@ -22,12 +22,14 @@ PRIOR, PRIOR_TOKENS = 0.6, 3.0
 # Evidence loses this share of its weight with each draft that is judged: sources and texts change.
 _FADES = 0.03
 # The most tokens of evidence that an answer takes over from the answers before it.
-_REMEMBERED = 4.0
+_REMEMBERED = 8.0
 # Fewer judged tokens than this are no reason to say that a source does not pay.
 _JUDGED = 8
 # Plain steps that an answer may risk of what was saved before it; also the most that a trial may cost. A trial
 # gives one token at most, so one that costs more could not pay.
 CARRIED = 1.0
+# The most that is kept of what was saved: an answer that has saved much may lose a little at its end.
+_SAVED = 16.0
 # Plain steps that trials of a source may lose for each token of answers.
 TRIAL_SHARE = 0.005
 # Sources have names of a closed list; more than these would be an error.
@@ -58,9 +60,12 @@ class SourceHistory:
         return self.judged >= _JUDGED
 
     def remembered(self) -> tuple[float, float]:
-        """Weights of right and of judged drafts for a new answer: the same acceptance, soon outweighed."""
-        part = min(1.0, _REMEMBERED / self.weight)
-        return self.right * part, self.weight * part
+        """Weights of right and of judged drafts for a new answer: the same acceptance, soon outweighed; or that
+        of a new source, if it is higher and the drafts have saved time all the same, as where they are right in
+        some parts of a text."""
+        weight = min(_REMEMBERED, self.weight)
+        best = max(self.acceptance, PRIOR) if self.account >= CARRIED else self.acceptance
+        return best * weight, weight
 
     def judge(self, right: int, *, wrong: bool) -> None:
         """Count a draft whose first ``right`` tokens were accepted; ``wrong``: the next one was rejected."""
@@ -70,7 +75,7 @@ class SourceHistory:
 
     def gained(self, steps: float) -> None:
         """Note that drafts have saved ``steps`` plain steps; below 0 if they lost some."""
-        self.account = min(CARRIED, max(0.0, self.account + steps))
+        self.account = min(_SAVED, max(0.0, self.account + steps))
 
     def tried(self, steps: float) -> None:
         """Note that a trial has saved ``steps`` plain steps; below 0 if it lost some."""
