@@ -252,7 +252,7 @@ class Controller:
         """Why ``source`` is not asked at the moment, going by all answers so far; "" if it is, or if too little
         is known."""
         past = self.history.source(source)
-        if not past.known or self._pays(past.acceptance, price, self.most) > MARGIN:
+        if self.always or not past.known or self._pays(past.acceptance, price, self.most) > MARGIN:
             return ""
         return f"off: pays less than it costs (right in {100 * past.acceptance:.0f} %)"
 

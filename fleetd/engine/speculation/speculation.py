@@ -20,6 +20,7 @@ from fleetd.engine.protocol import Generate
 from fleetd.engine.speculation.ahead import AheadGain, GroupFlights
 from fleetd.engine.speculation.canonical_width import WideSteps
 from fleetd.engine.speculation.controller import NO_DRAFT, Beside, Controller, Draft
+from fleetd.engine.speculation.drafts_price import DraftPrice
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.hidden_source import HiddenSource, WorkerDrafter
 from fleetd.engine.speculation.local_sources import local_sources
@@ -104,7 +105,7 @@ class WorkerSpeculation:
         """Why what drafts from its hidden states does not at the moment; "" if it does, or there is none."""
         if self.head is None or (source := self.head.source()) is None:
             return "" if self.head is None else self.head.off
-        return "" if self.mode == "on" else self._controller().off(source.name, source.price)
+        return self._controller().off(source.name, source.price)
 
     def _drafts(self, request: Generate) -> bool:
         """True if anything is to be drafted for an answer."""
@@ -247,10 +248,12 @@ class SequenceDrafts:
 
     @property
     def report(self) -> Speculated | None:
-        """None if no draft was verified."""
+        """None if no draft was verified, and none was left out as it would not have paid."""
         c = self.controller
         used = {name: r for name, r in c.records.items() if r.passes}
-        if not used:
+        prices: dict[str, DraftPrice | None] = {**dict.fromkeys(c.records), **self._prices()}
+        off = {name: why for name in prices if name not in used and (why := c.off(name, prices[name]))}
+        if not used and not off:
             return None
         begun = {source.name: (source.known_tokens, source.wanted_tokens) for source in self.priced}
         return Speculated(
@@ -264,7 +267,11 @@ class SequenceDrafts:
                 name: SourceCounts(r.drafted, r.accepted, r.passes, *begun.get(name, (0, 0)))
                 for name, r in used.items()
             },
+            off=off,
         )
+
+    def _prices(self) -> dict[str, DraftPrice]:
+        return {source.name: source.price for source in self.priced}
 
     def _notes(self, source: HiddenSource) -> bool:
         return self.controller.notes(source.name, source.price)
