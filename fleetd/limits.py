@@ -26,6 +26,8 @@ STALLED_PERCENT = 10.0
 WARNING_FREE_SHARE, CRITICAL_FREE_SHARE = 0.10, 0.05
 # Models that are to stay loaded, and the file with their names: far more than fit in any memory.
 PINNED_MODELS, PINNED_MODELS_BYTES = 64, 64 * KIB
+# What is noted of the weights of a drafter that was pulled: a SHA-256 for each of its files.
+PULLED_DRAFTER_BYTES = 64 * KIB
 # While the system is short of memory, models that were idle for this long are unloaded; all idle ones where
 # it is critically short, one after the other: freed memory shows after a moment.
 PRESSURE_IDLE_S, PRESSURE_STEP_S = 60.0, 3.0

@@ -192,7 +192,7 @@ def _drafts(trace: Trace) -> Iterable[tuple[str, str]]:
     if told is None and drafter is None:
         return
     said = []
-    if told is not None:
+    if told is not None and told.sources:
         by_source = ", ".join(
             f"{_source(source, drafter)} {_share(found.accepted, found.drafted)} in {_passes(found.passes)}"
             f"{_known(found)}"
@@ -202,6 +202,8 @@ def _drafts(trace: Trace) -> Iterable[tuple[str, str]]:
         word = "saved" if told.saved_s >= 0 else "lost"
         said.append(f"right: {by_source}; {per_pass} of up to {told.width}")
         said.append(f"{word} {brief(abs(told.saved_s))}")
+    if told is not None:
+        said += [f"{_source(source, drafter)} {why}" for source, why in sorted(told.off.items())]
     if drafter is not None and drafter.code:
         said.append(f"{_named(drafter)} did not draft to the end: {clause(drafter.reason)} ({drafter.code})")
     elif drafter is not None and told is None:

@@ -45,6 +45,8 @@ class Speculated(msgspec.Struct, frozen=True, omit_defaults=True):
     # Estimated from the measured cost of plain steps; below 0 if drafts lost time.
     saved_s: SignedSeconds = 0.0
     sources: Annotated[dict[Text, SourceCounts], Meta(max_length=16)] = {}
+    # By source that could have drafted and was not asked, or not verified: why. "off: …".
+    off: Annotated[dict[Text, Text], Meta(max_length=16)] = {}
 
 
 class GroupStage(msgspec.Struct, frozen=True, omit_defaults=True):

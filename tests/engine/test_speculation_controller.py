@@ -14,7 +14,6 @@ from fleetd.engine.speculation.controller import (
     MARGIN,
     NO_DRAFT,
     RISK_PER_TOKEN,
-    TRIAL_TOKENS,
     Controller,
     Draft,
     SourceStats,
@@ -210,7 +209,7 @@ def test_a_wider_pass_than_was_measured_is_expected_to_cost_more() -> None:
 
 def sure(controller: Controller, acceptance: float, source: str = "s") -> Controller:
     """As after so many drafts that its sources' acceptance is known, and losses can be borne."""
-    controller.records[source] = SourceStats(_right=acceptance * 1e6, _judged=1e6)
+    controller.records[source] = SourceStats(_right=acceptance * 1e6, _judged=1e6, bearable=1e6)
     controller._bearable = 1e6
     return controller
 
@@ -277,27 +276,14 @@ def test_a_step_that_drafts_made_wider_counts_against_them_and_a_plain_one_does_
 def test_a_source_that_takes_time_is_asked_only_if_that_pays_beside_what_is_free() -> None:
     costs = Costs({1: 1.0, 2: 1.1, 16: 2.0})
     controller = Controller(costs, most=4)
-    controller.drafted("mtp", 0.0)
     controller._bearable = 10.0
+    controller.records["mtp"] = SourceStats(bearable=10.0)
     assert controller.wanted("mtp", DraftPrice(0.0, 0.05), NO_DRAFT, 8) >= 1
     assert controller.wanted("mtp", DraftPrice(0.0, 5.0), NO_DRAFT, 8) == 0
     assert controller.wanted("mtp", DraftPrice(0.0, 0.05), NO_DRAFT, 0) == 0
     # A draft that costs nothing and is as good is not beaten.
     controller.records["lookup"] = SourceStats(_right=30.0, _judged=30.0)
     assert controller.wanted("mtp", DraftPrice(0.0, 0.05), Draft("lookup", (1, 2, 3)), 8) == 0
-
-
-def test_a_source_that_did_not_pay_is_asked_for_a_token_now_and_then() -> None:
-    controller = Controller(Costs({1: 1.0, 2: 1.1, 16: 2.0}), most=4)
-    controller.records["mtp"] = SourceStats(_right=0.0, _judged=30.0)
-    controller._bearable = 1.0
-    asked = []
-    for token in range(3 * TRIAL_TOKENS):
-        if count := controller.wanted("mtp", DraftPrice(0.0, 0.1), NO_DRAFT, 8):
-            asked.append((token, count))
-            controller.drafted("mtp", 0.1)
-        controller.verified(NO_DRAFT, [token], 1.0)
-    assert asked == [(TRIAL_TOKENS, 1), (2 * TRIAL_TOKENS, 1)]
 
 
 def test_what_drafting_took_is_lost_time_and_no_cost_of_the_pass() -> None:

@@ -653,6 +653,34 @@ def test_a_head_of_another_digest_than_the_catalog_s_is_refused_by_name(
     assert "model.safetensors" not in {name for name, _ in hub.asked}
 
 
+def test_a_drafter_that_has_changed_since_its_last_pull_is_told_once(
+    store: ModelStore, hub: Hub, head_on_the_hub: bytes
+) -> None:
+    """Also if it was removed in between. The same weights at another commit are no news."""
+
+    def pull_anew(weights: bytes, commit: str) -> None:
+        hub.models[MTP_ID]["model.safetensors"], hub.commit = weights, commit
+        shutil.rmtree(store.resolve(MTP_ID).path)
+        pull.pull(MTP_ID, store, lambda progress: None)
+
+    before = hashlib.sha256(head_on_the_hub).hexdigest()[:12]
+    pull.pull(MTP_ID, store, lambda progress: None)
+    pull_anew(head_on_the_hub, "b" * 40)
+    other = head_on_the_hub[:-1] + b"x"
+    after = hashlib.sha256(other).hexdigest()[:12]
+    with pytest.raises(ModelRefused, match=rf"model\.safetensors .* {after}… .*bbbb, it had {before}…"):
+        pull_anew(other, "c" * 40)
+    assert pull.pull(MTP_ID, store, lambda progress: None) == MTP_ID
+    pull_anew(other, "d" * 40)
+
+
+def test_what_is_no_drafter_may_change(store: ModelStore, hub: Hub, head_on_the_hub: bytes) -> None:
+    pull.pull(HUB_ID, store, lambda progress: None)
+    shutil.rmtree(store.resolve(HUB_ID).path)
+    hub.models[HUB_ID]["model.safetensors"] = head_on_the_hub[:-1] + b"x"
+    assert pull.pull(HUB_ID, store, lambda progress: None) == HUB_ID
+
+
 def test_digests_of_heads_in_the_catalog_are_whole() -> None:
     for entry in catalog.entries():
         assert len(entry.head_sha256) in (0, 64)

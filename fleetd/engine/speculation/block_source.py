@@ -5,8 +5,8 @@
     then, in one pass                              block: t(n-1), mask, mask, … guesses tokens n, n+1, …
 
 Rows are those of committed tokens alone, and nothing of a block is kept: a wrong draft, another answer or a
-cancelled one leaves nothing to undo. They begin with the end of the prompt, or as much of it as was computed
-here, and the oldest are left out when there are many, so that a text of any length costs the same memory.
+cancelled one leaves nothing to undo. They begin with the end of the text, or as much of it as was computed
+here and the answer can bear to have read, and the oldest are left out when there are many, so that a text of any length costs the same memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ import mlx.core as mx
 from fleetd import limits
 from fleetd.engine.heads.block_drafter import BlockDrafter, BlockRows
 from fleetd.engine.speculation.drafts_price import DraftPrice
-from fleetd.engine.speculation.hidden_source import HiddenSource, WorkerDrafter
+from fleetd.engine.speculation.hidden_source import LEAST_ROWS, HiddenSource, NotedStates, WorkerDrafter
 from fleetd.engine.speculation.local_sources import DFLASH
 from fleetd.engine.speculation.sources import Context, HiddenRows
+
+# More rows at once are the prompt's, or those of a time in which the drafter was not asked.
+_FEW = 2 * limits.SPEC_WIDTH
 
 
 @dataclass(slots=True)
@@ -48,7 +51,16 @@ class WorkerBlocks(WorkerDrafter):
 
         most = min(config.most, limits.SPEC_WIDTH - 1)
         one, all_s = (min(seconds(count) for _ in range(4)) for count in (1, most))
-        return cls(drafter, DraftPrice.between(one, all_s, most))
+        found = cls(drafter, DraftPrice.between(one, all_s, most))
+
+        def reading_s() -> float:
+            begun, kept = clock(), drafter.make_cache()
+            drafter.read(mx.zeros((LEAST_ROWS, width)), 0, kept)
+            mx.eval([rows.arrays for rows in kept])
+            return clock() - begun
+
+        found.row_s = min(reading_s() for _ in range(2)) / LEAST_ROWS
+        return found
 
     @property
     def text(self) -> str:
@@ -68,8 +80,8 @@ class BlockSource(HiddenSource):
 
     worker: WorkerBlocks
     name: ClassVar[str] = DFLASH
-    # The newest hidden states, (rows, k·D) each, with the tokens of their first rows.
-    _noted: list[tuple[int, mx.array]] = field(init=False, default_factory=list)
+    # Those of all layers side by side: (rows, k·D).
+    _noted: NotedStates = field(init=False, default_factory=NotedStates)
     # The drafter's rows, and the token up to which they are complete.
     _cache: list[BlockRows] = field(init=False, default_factory=list)
     _fed: int = field(init=False, default=0)
@@ -89,46 +101,42 @@ class BlockSource(HiddenSource):
         if any(layer not in hidden.states for layer in self.hidden_layers):
             return
         states = mx.concatenate([hidden.states[layer] for layer in self.hidden_layers], axis=-1)
-        known, end = self._end, hidden.start + states.shape[0]
-        if end > known:
-            first = max(hidden.start, known)
-            self._noted.append((first, states[first - hidden.start :]))
-            oldest = end - limits.SPEC_HIDDEN_ROWS
-            self._noted = [(at, rows) for at, rows in self._noted if at + rows.shape[0] > oldest]
+        self._noted.add(hidden.start, states)
+
+    def due_rows(self, text: int) -> int:
+        due = self._noted.count(self._fed, text - 1)
+        return due if due > _FEW else 0
 
     def propose(self, context: Context) -> list[int]:
         self.spent_s = 0.0
         newest, drafter = len(context.tokens) - 1, self.worker.drafter
-        if self._end < newest:
+        if self._noted.end < newest:
             return []
-        begun, begins = time.perf_counter(), not self._cache
+        begun = time.perf_counter()
         self._cache = self._cache or drafter.make_cache()
-        self._read(newest)
-        if begins:
-            # What is read of the prompt belongs to its prefill.
+        due = self._noted.count(self._fed, newest)
+        first = max(self._fed, newest - self.most_rows) if due > max(_FEW, self.most_rows) else self._fed
+        if not self.known_tokens:
+            self._begin(self._noted.count(first, newest), newest)
+        self._read(first, newest)
+        if due > _FEW:
             mx.eval([kept.arrays for kept in self._cache])
-            begun = time.perf_counter()
-            known = sum(states.shape[0] for start, states in self._noted if start < newest)
-            self._begin(known, newest)
+            self.worker.read(min(due, newest - first), time.perf_counter() - begun)
+        drafting = time.perf_counter()
         count = min(context.width, drafter.config.most)
         found: list[int] = drafter.guesses(context.tokens[-1], newest, count, self._cache).tolist()  # type: ignore[assignment]
-        self.spent_s = time.perf_counter() - begun
-        self.worker.price.took(count, self.spent_s)
+        ended = time.perf_counter()
+        self.spent_s = ended - begun
+        self.worker.price.took(count, ended - (drafting if due > _FEW else begun))
         self.guess = found[0]
         return found
 
     def close(self) -> None:
-        self._noted, self._cache = [], []
+        self._noted.clear()
+        self._cache = []
 
-    @property
-    def _end(self) -> int:
-        """The token after the newest one whose hidden states were noted."""
-        return self._noted[-1][0] + self._noted[-1][1].shape[0] if self._noted else 0
-
-    def _read(self, newest: int) -> None:
-        """Make rows of all noted tokens before ``newest`` that have none yet."""
-        for start, states in self._noted:
-            first, end = max(start, self._fed), min(start + states.shape[0], newest)
-            if first < end:
-                self.worker.drafter.read(states[first - start : end - start], first, self._cache)
+    def _read(self, first: int, newest: int) -> None:
+        """Make rows of the noted tokens [first, newest)."""
+        for start, states in self._noted.between(first, newest):
+            self.worker.drafter.read(states, start, self._cache)
         self._fed = newest

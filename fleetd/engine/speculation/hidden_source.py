@@ -6,9 +6,10 @@ They take time of this device, and show only by their guesses whether they belon
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fleetd import limits
 from fleetd.engine.speculation.drafts_price import DraftPrice
@@ -16,6 +17,51 @@ from fleetd.engine.speculation.sources import Context, HiddenRows
 
 # After so many guesses a drafter that is hardly ever right is taken to be another model's; how rarely.
 JUDGED, HARDLY = 64, 0.02
+# A draft after a time without drafts begins with so many of the last tokens, or more if the answer bears it.
+LEAST_ROWS = 32
+# The share of what reading a row took that is believed at once.
+_BELIEVED = 0.2
+
+
+class NotedStates:
+    """The hidden states of the last ``SPEC_HIDDEN_ROWS`` tokens that were noted, (rows, width) each."""
+
+    def __init__(self) -> None:
+        self._parts: deque[tuple[int, Any]] = deque()
+        # The token after the newest one that was noted; 0 if none was.
+        self.end = 0
+
+    def add(self, start: int, states: Any) -> None:
+        """Add those of the tokens from ``start`` on. Those that are there already are left out."""
+        end = start + states.shape[0]
+        if end <= self.end:
+            return
+        first = max(start, self.end)
+        self._parts.append((first, states[first - start :]))
+        self.end = end
+        while self._parts[0][0] + self._parts[0][1].shape[0] <= end - limits.SPEC_HIDDEN_ROWS:
+            self._parts.popleft()
+
+    def between(self, first: int, end: int) -> Iterator[tuple[int, Any]]:
+        """Those of the tokens [first, end), as far as they were noted: pieces with their first tokens."""
+        for start, states in self._parts:
+            at, until = max(start, first), min(start + states.shape[0], end)
+            if at < until:
+                yield at, states[at - start : until - start]
+
+    def count(self, first: int, end: int) -> int:
+        """How many of the tokens [first, end) were noted."""
+        counted = 0
+        for start, states in reversed(self._parts):
+            until = start + states.shape[0]
+            if until <= first:
+                break
+            counted += max(0, min(until, end) - max(start, first))
+        return counted
+
+    def clear(self) -> None:
+        self._parts.clear()
+        self.end = 0
 
 
 @dataclass(slots=True)
@@ -27,6 +73,8 @@ class WorkerDrafter(ABC):
     right: int = field(init=False, default=0)
     # Seconds that a pass takes longer if it notes what is drafted from; 0 unless other machines send it.
     taps_s: float = field(init=False, default=0.0)
+    # Seconds that it takes to read a token's hidden state without drafting; 0 if nothing is read.
+    row_s: float = field(init=False, default=0.0)
 
     @property
     @abstractmethod
@@ -47,6 +95,10 @@ class WorkerDrafter(ABC):
     def judge(self, *, right: bool) -> None:
         self.judged, self.right = self.judged + 1, self.right + right
 
+    def read(self, rows: int, seconds: float) -> None:
+        """Note that ``rows`` tokens' hidden states were read in ``seconds``."""
+        self.row_s += _BELIEVED * (seconds / rows - self.row_s)
+
 
 @dataclass(slots=True)
 class HiddenSource(ABC):
@@ -54,7 +106,7 @@ class HiddenSource(ABC):
 
     worker: WorkerDrafter
     name: ClassVar[str]
-    # Seconds of the last ``propose``, without what was made up for of the prompt.
+    # Seconds of the last ``propose``.
     spent_s: float = field(init=False, default=0.0)
     # Tokens that the first draft knew the hidden states of.
     known_tokens: int = field(init=False, default=0)
@@ -62,6 +114,8 @@ class HiddenSource(ABC):
     wanted_tokens: int = field(init=False, default=0)
     # The first guess of the last draft, until the text goes on.
     guess: int | None = field(init=False, default=None)
+    # The most tokens whose hidden states the next ``propose`` may read.
+    most_rows: int = field(init=False, default=limits.SPEC_HIDDEN_ROWS)
 
     @property
     def taps_s(self) -> float:
@@ -86,6 +140,20 @@ class HiddenSource(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+    def due_rows(self, text: int) -> int:
+        """Tokens whose hidden states a draft after ``text`` tokens would read first, beyond the newest ones that
+        every draft reads."""
+        return 0
+
+    def begin_s(self, text: int) -> float:
+        """Seconds that a draft after ``text`` tokens takes at least before its first token."""
+        return min(self.due_rows(text), LEAST_ROWS) * self.worker.row_s
+
+    def bear(self, seconds: float) -> None:
+        """Let the next ``propose`` take so long for what it reads first."""
+        row_s, most = self.worker.row_s, limits.SPEC_HIDDEN_ROWS
+        self.most_rows = most if most * row_s <= seconds else max(LEAST_ROWS, int(seconds / row_s))
 
     def _begin(self, known: int, text: int) -> None:
         """The first draft is made, after ``text`` tokens, of ``known`` of which there are hidden states."""

@@ -8,9 +8,9 @@ Row i belongs to the text's token i, so that it turns positions as the model doe
 as soon as the guess is made: it comes again with the true hidden state, once its token is in the text. So the
 head's rows are never those of a token that the text does not have.
 
-The rows begin with the end of the prompt, or as much of it as was computed here; what is missing costs
-guesses, and no answer. Once there are ``ROWS``, they begin anew with the last ones, so that a text of any
-length costs the head the same memory.
+The rows begin with the end of the text, or as much of it as was computed here and the answer can bear to have
+read; what is missing costs guesses, and no answer. They are read when a draft is asked for. Once there are
+``ROWS``, they begin anew with the last ones, so that a text of any length costs the head the same memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.parts import arrays
 from fleetd.engine.speculation.drafts_price import DraftPrice
-from fleetd.engine.speculation.hidden_source import HiddenSource, WorkerDrafter
+from fleetd.engine.speculation.hidden_source import LEAST_ROWS, HiddenSource, NotedStates, WorkerDrafter
 from fleetd.engine.speculation.local_sources import MTP
 from fleetd.engine.speculation.sources import Context, HiddenRows
 from fleetd.models.heads import ROWS
@@ -58,7 +58,15 @@ class WorkerHead(WorkerDrafter):
             token = head.likeliest(given)
             mx.eval(head.likeliest(head(token, head.fed_back(given), cache)))
             seconds.append((clock() - begun) / 2)
-        return cls(head, min(seconds))
+        found = cls(head, min(seconds))
+        found.row_s = min(found.reading_s(LEAST_ROWS, clock) for _ in range(2)) / LEAST_ROWS
+        return found
+
+    def reading_s(self, rows: int, clock: Callable[[], float] = time.perf_counter) -> float:
+        """Seconds that it takes to read ``rows`` tokens' hidden states into an empty cache."""
+        begun, cache = clock(), self.head.make_cache()
+        _read(self.head, mx.array([[1] * rows]), mx.zeros((rows, self.head.width)), cache)
+        return clock() - begun
 
     @property
     def text(self) -> str:
@@ -80,8 +88,7 @@ class MtpSource(HiddenSource):
 
     worker: WorkerHead
     name: ClassVar[str] = MTP
-    # The newest hidden states, (rows, D) each, with the tokens of their first rows.
-    _noted: list[tuple[int, mx.array]] = field(init=False, default_factory=list)
+    _noted: NotedStates = field(init=False, default_factory=NotedStates)
     # The head's rows, how many they are, and the token up to which they are complete.
     _cache: list[Any] = field(init=False, default_factory=list)
     _rows: int = field(init=False, default=0)
@@ -100,12 +107,14 @@ class MtpSource(HiddenSource):
         """These hidden states have been computed. They are given even if the source is not asked."""
         if (states := hidden.states.get(self.hidden_layers[0])) is None:
             return
-        known, end = self._end, hidden.start + states.shape[0]
-        if end > known:
-            first = max(hidden.start, known)
-            self._noted.append((first, states[first - hidden.start :]))
-            oldest = end - limits.SPEC_HIDDEN_ROWS
-            self._noted = [(at, rows) for at, rows in self._noted if at + rows.shape[0] > oldest]
+        if hidden.start > self._noted.end:
+            # Rows turn positions: those of a text with gaps would not be the text's.
+            self._noted.clear()
+        self._noted.add(hidden.start, states)
+
+    def due_rows(self, text: int) -> int:
+        due = self._noted.count(self._fed, text - 1)
+        return due - 1 if due > _FEW else 0
 
     def propose(self, context: Context) -> list[int]:
         self.spent_s = 0.0
@@ -116,43 +125,39 @@ class MtpSource(HiddenSource):
         places, states = self._due(newest)
         if states is None or places[-1] != newest:
             return []
-        begins, begun = not self._rows, time.perf_counter()
+        begun = time.perf_counter()
+        if (self._rows and places[0] > self._fed) or len(places) > max(_FEW, self.most_rows):
+            # Rows are missing in between, or there are more than the answer can bear.
+            self._cache, self._rows = head.make_cache(), 0
+            places, states = places[-self.most_rows :], states[-self.most_rows :]
         if not self.known_tokens:
             self._begin(len(places), newest + 1)
         following = mx.array([[context.tokens[at + 1] for at in places]])
-        early = len(places) - _FEW if len(places) > _FEW else 0
+        early = len(places) - 1 if len(places) > _FEW else 0
         if early:
-            with unread_logits():
-                head(following[:, :early], head.normed(states[None, :early]), self._cache)
-            mx.eval(arrays(self._cache))
+            _read(head, following[:, :early], states[:early], self._cache)
+            self.worker.read(early, time.perf_counter() - begun)
         drafting = time.perf_counter()
         given = head(following[:, early:], head.normed(states[None, early:]), self._cache)[:, -1:]
         found = self._guesses(given, context.width)
         ended = time.perf_counter()
         self._rows, self._fed = self._rows + len(places), newest + 1
-        # What is read of the prompt belongs to its prefill.
-        self.spent_s = ended - (drafting if begins else begun)
+        self.spent_s = ended - begun
         self.worker.took((ended - drafting) / context.width)
         self.guess = found[0]
         return found
 
     def close(self) -> None:
-        self._noted, self._cache = [], []
-
-    @property
-    def _end(self) -> int:
-        """The token after the newest one whose hidden state was noted."""
-        return self._noted[-1][0] + self._noted[-1][1].shape[0] if self._noted else 0
+        self._noted.clear()
+        self._cache = []
 
     def _due(self, newest: int) -> tuple[list[int], mx.array | None]:
         """The tokens up to ``newest`` that have a hidden state and no row yet, and their hidden states."""
         places: list[int] = []
         parts = []
-        for start, states in self._noted:
-            first, end = max(start, self._fed), min(start + states.shape[0], newest + 1)
-            if first < end:
-                places += range(first, end)
-                parts.append(states[first - start : end - start])
+        for start, states in self._noted.between(self._fed, newest + 1):
+            places += range(start, start + states.shape[0])
+            parts.append(states)
         return places, mx.concatenate(parts) if parts else None
 
     def _guesses(self, given: mx.array, width: int) -> list[int]:
@@ -165,3 +170,10 @@ class MtpSource(HiddenSource):
         found: list[int] = mx.concatenate(guesses, axis=1)[0].tolist()  # type: ignore[assignment]
         rollback.take_back(self._cache, width - 1)
         return found
+
+
+def _read(head: MtpHead, following: mx.array, states: mx.array, cache: list[Any]) -> None:
+    """Make the rows of ``states``, (rows, D), that ``following``, (1, rows), come after, without a guess."""
+    with unread_logits():
+        head(following, head.normed(states[None]), cache)
+    mx.eval(arrays(cache))

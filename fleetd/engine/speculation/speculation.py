@@ -20,11 +20,13 @@ from fleetd.engine.protocol import Generate
 from fleetd.engine.speculation.ahead import AheadGain, GroupFlights
 from fleetd.engine.speculation.canonical_width import WideSteps
 from fleetd.engine.speculation.controller import NO_DRAFT, Beside, Controller, Draft
+from fleetd.engine.speculation.drafts_price import DraftPrice
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.hidden_source import HiddenSource, WorkerDrafter
 from fleetd.engine.speculation.local_sources import local_sources
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
+from fleetd.engine.speculation.source_history import DraftHistory
 from fleetd.engine.speculation.sources import Context, DraftSource, HiddenRows
 
 T = TypeVar("T")
@@ -50,6 +52,8 @@ class WorkerSpeculation:
     costs: Costs = field(init=False)
     # What blocks that went ahead of each other have gained.
     flights: GroupFlights = field(init=False, default_factory=GroupFlights)
+    # What answers have found about each source.
+    history: DraftHistory = field(init=False, default_factory=DraftHistory)
 
     def __post_init__(self) -> None:
         self.costs = Costs(self.verdict.seconds if 1 in self.verdict.seconds else {1: 1.0})
@@ -67,30 +71,41 @@ class WorkerSpeculation:
         if not self._drafts(request):
             return None
         names = None if wanted is None else wanted.sources
-        width = min(self.verdict.width, limits.SPEC_WIDTH, (wanted.width if wanted else 0) or 1 << 30)
         return SequenceDrafts(
             sources=[source for source in local_sources(matcher) if names is None or source.name in names],
             names=names,
-            controller=Controller(
-                self.costs,
-                most=width - 1,
-                always=self.mode == "on",
-                again=self.verdict.again,
-                ahead=AheadGain(self.flights) if self.mode == "auto" else None,
-            ),
+            controller=self._controller(request),
             vocab_size=self.vocab_size,
             matcher=matcher,
             priced=self._priced(request) if hidden else [],
         )
 
+    def _controller(self, request: Generate | None = None) -> Controller:
+        wanted = None if request is None else request.speculate
+        width = min(self.verdict.width, limits.SPEC_WIDTH, (wanted.width if wanted else 0) or 1 << 30)
+        return Controller(
+            self.costs,
+            most=width - 1,
+            always=self.mode == "on",
+            again=self.verdict.again,
+            ahead=AheadGain(self.flights) if self.mode == "auto" else None,
+            history=self.history,
+        )
+
     def hidden_layers(self, request: Generate) -> tuple[int, ...]:
-        """Layers whose hidden states of the end of a request's prompt its drafts need; none as a rule."""
-        return _layers_of(self._priced(request)) if self._drafts(request) else ()
+        """Layers whose hidden states of the end of a request's prompt its drafts need; none as a rule, nor if
+        its answer is not expected to ask for drafts from them."""
+        if not self._drafts(request) or not (priced := self._priced(request)):
+            return ()
+        controller = self._controller(request)
+        return _layers_of(source for source in priced if controller.notes(source.name, source.price))
 
     @property
     def headless(self) -> str:
-        """Why what drafts from its hidden states does so no more; "" if it does, or there is none."""
-        return "" if self.head is None else self.head.off
+        """Why what drafts from its hidden states does not at the moment; "" if it does, or there is none."""
+        if self.head is None or (source := self.head.source()) is None:
+            return "" if self.head is None else self.head.off
+        return self._controller().off(source.name, source.price)
 
     def _drafts(self, request: Generate) -> bool:
         """True if anything is to be drafted for an answer."""
@@ -125,14 +140,15 @@ class SequenceDrafts:
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Layers whose hidden states the next pass has to note; none as a rule. If that takes time, only if
-        drafts from them are expected to pay, or are due to be tried."""
-        return _layers_of([*self.sources, *filter(self._taps_pay, self.priced)])
+        """Layers whose hidden states the next pass has to note; none as a rule. Of sources that take time only
+        if their drafts are expected to pay, or are soon due to be tried."""
+        return _layers_of([*self.sources, *filter(self._notes, self.priced)])
 
     @property
     def free_layers(self) -> tuple[int, ...]:
         """Those of ``hidden_layers`` that take no time; in a batch nothing is drafted that would pay more."""
-        return _layers_of([*self.sources, *(source for source in self.priced if not source.taps_s)])
+        free = (source for source in self.priced if not source.taps_s)
+        return _layers_of([*self.sources, *filter(self._notes, free)])
 
     def note(self, hidden: HiddenRows | None) -> None:
         """Hidden states of ``hidden_layers`` that have been computed; None if none were."""
@@ -185,9 +201,10 @@ class SequenceDrafts:
         """``draft``, or what a source that takes time drafts, if that is expected to bring more. ``most``,
         ``cache``: as of ``next_draft``."""
         for source in list(self.priced):
-            count = self.controller.wanted(source.name, source.price, draft, most)
+            count = self._wanted(source, tokens, draft, most)
             if count <= 0:
                 continue
+            source.bear(self.controller.spare_s(source.name, source.price, count))
             known = self._proposed(source, Context(tokens, count, self.hidden, cache))
             self.controller.drafted(source.name, source.spent_s)
             found = {source.name: known, **({draft.source: draft.tokens} if draft.tokens else {})}
@@ -202,7 +219,7 @@ class SequenceDrafts:
         if proposals:
             draft = self.controller.choose(proposals, most)
         for source in self.priced:
-            count = self.controller.wanted(source.name, source.price, draft, most)
+            count = self._wanted(source, tokens, draft, most)
             if count > 0:
                 draft, drafting_s = Draft(source.name, (0,) * count), source.price.seconds(count)
         return len(draft.tokens), self.controller.promise(draft, drafting_s)
@@ -220,8 +237,9 @@ class SequenceDrafts:
     ) -> None:
         """Tell the controller what a pass gave (``Controller.verified``), and the sources its tokens."""
         if self.hidden is not None:
-            noted = (source for source in self.priced if {*source.hidden_layers} <= {*self.hidden.states})
-            self.controller.tapped(sum(source.taps_s for source in noted))
+            for source in self.priced:
+                if source.taps_s and {*source.hidden_layers} <= {*self.hidden.states}:
+                    self.controller.tapped(source.name, source.taps_s)
         self.controller.verified(draft, emitted, seconds, saved_s, again=again, beside=beside, left=left)
         self._committed(emitted)
 
@@ -236,10 +254,12 @@ class SequenceDrafts:
 
     @property
     def report(self) -> Speculated | None:
-        """None if no draft was verified."""
+        """None if no draft was verified, and none was left out as it would not have paid."""
         c = self.controller
         used = {name: r for name, r in c.records.items() if r.passes}
-        if not used:
+        prices: dict[str, DraftPrice | None] = {**dict.fromkeys(c.records), **self._prices()}
+        off = {name: why for name in prices if name not in used and (why := c.off(name, prices[name]))}
+        if not used and not off:
             return None
         begun = {source.name: (source.known_tokens, source.wanted_tokens) for source in self.priced}
         return Speculated(
@@ -253,12 +273,18 @@ class SequenceDrafts:
                 name: SourceCounts(r.drafted, r.accepted, r.passes, *begun.get(name, (0, 0)))
                 for name, r in used.items()
             },
+            off=off,
         )
 
-    def _taps_pay(self, source: HiddenSource) -> bool:
-        if not source.taps_s:
-            return True
-        return self.controller.wanted(source.name, source.price, NO_DRAFT, self.controller.most) > 0
+    def _prices(self) -> dict[str, DraftPrice]:
+        return {source.name: source.price for source in self.priced}
+
+    def _notes(self, source: HiddenSource) -> bool:
+        return self.controller.notes(source.name, source.price)
+
+    def _wanted(self, source: HiddenSource, tokens: Sequence[int], beside: Draft, most: int) -> int:
+        begin_s = source.begin_s(len(tokens))
+        return self.controller.wanted(source.name, source.price, beside, most, begin_s)
 
     def _committed(self, tokens: Sequence[int]) -> None:
         for source in (*self.sources, *self.priced):

@@ -21,9 +21,12 @@ from typing import Any
 from fleetd import limits
 from fleetd.errors import DownloadFailed, ModelCorrupt, ModelNotFound, ModelRefused, ModelUnsupported
 from fleetd.models import install, manifest, names
+from fleetd.models.drafter_kinds import drafter_kind
+from fleetd.models.folder import read_config
 from fleetd.models.hub_parts import RemoteFile
 from fleetd.models.opening import open_regular
-from fleetd.models.pull import hub_gguf
+from fleetd.models.pull import hub_gguf, pulled_drafters
+from fleetd.models.pull.pulled_drafters import PulledWeights
 from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.models.vector_files import installed_name
 from fleetd.models.verify import check_configs
@@ -60,6 +63,8 @@ def pull_hub(
         with typed_failures(hub_id):
             commit, files = _listing(hub_id, revision, staged)
         _refuse_others(hub_id, files, sha256)
+        listed = PulledWeights.listed(commit, files)
+        pulled_drafters.refuse_changed(models_dir, folder, hub_id, listed)
         install.resume(staged, commit, [file.name for file in files])
         total = sum(file.size_bytes for file in files)
         is_gguf = files[0].name.lower().endswith(_GGUF)
@@ -69,9 +74,12 @@ def pull_hub(
         _fetch_all(hub_id, commit, files, staged, report)
         if not is_gguf:
             with install.cleared_if_unsound(staged):
-                return install.publish(
+                placed = install.publish(
                     staged, models_dir, folder, name=name, source="hub", revision=commit, report=report
                 )
+            if drafter_kind(read_config(placed)) is not None:
+                pulled_drafters.keep(models_dir, folder, listed)
+            return placed
         first = staged / min(file.name for file in files)
         return _import(first, commit, name, folder, models_dir, report)
 
