@@ -56,8 +56,9 @@ def right(model: Any, layers: int, found: npt.NDArray[np.float32], answers: Iter
 
 def output_head(model: Any, found: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]:
     """What gives logits of the normed states: (tokens, D)."""
-    # Row by row of the map, through whatever holds the table.
-    return np.array(model.model.embed_tokens.as_linear(mx.array(found)).T).astype(np.float16)
+    # Row by row of the map, through whatever holds the table. Files are written from memory as it lies.
+    head = np.array(model.model.embed_tokens.as_linear(mx.array(found)))
+    return np.ascontiguousarray(head.T, dtype=np.float16)
 
 
 def _states(
