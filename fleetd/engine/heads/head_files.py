@@ -116,7 +116,7 @@ def _named(family: HeadNames, tensors: Mapping[str, mx.array]) -> dict[str, mx.a
 
 
 def _like(stage: Stage, weights: Mapping[str, mx.array]) -> list[int]:
-    """For each of a head's layers the last one of the model that has the same modules.
+    """The model's last layer with the same modules, for each of a head's layers.
 
     Raises ValueError if there is none.
     """
