@@ -357,7 +357,12 @@ FAMILIES = {
         3,
         1,
         drafter_beside_local.measure,
-        (*_DRAFTED, *_scenario("drafter_beside_local")),
+        (
+            *_DRAFTED,
+            *_scenario("drafter_beside_local"),
+            "bench/children/fitted_layers.py",
+            "eval/cut_fitting.py",
+        ),
     ),
     "spec": Family("Speculative decoding", 3, 1, speculation.measure, (*_WORKER, *_scenario("speculation"))),
     "heads": Family("A head that drafts for its model", 3, 1, heads.measure, (*_WORKER, *_scenario("heads"))),

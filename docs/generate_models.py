@@ -77,6 +77,11 @@ _OTHERS = """\
 Other types are refused too until a small model of theirs passes the test: they need a line in
 `fleetd/engine/layers/architectures.py` and a config in `tests/support/tiny_architectures.py`."""
 
+_HEADS = """\
+[MTP heads](speculation.md#mtp-heads) need a model that mlx-lm runs and whose layers are called with a hidden
+state, a mask and a cache. Inkling (`inkling_mm_model`) comes with such heads and answers on no machine,
+because mlx-lm has no code for it."""
+
 _WITHIN = {"no": "yes", "where set": "yes; in windows if layers have such", "yes": "in windows"}
 _ANY = {"any": "yes", "unless windows": "yes; no if layers have sliding windows", "same": "no"}
 
@@ -161,6 +166,8 @@ def page() -> str:
         _REFUSED,
         f"| `model_type` | because |\n|---|---|\n{refused}",
         _OTHERS,
+        "## Heads that draft for their model",
+        _HEADS,
     ]
     return "\n\n".join(parts) + "\n"
 

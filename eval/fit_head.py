@@ -43,7 +43,7 @@ def main() -> int:
     parser.add_argument("--draft-tokens", type=int, default=8192, help="tokens that the head guesses among")
     args = parser.parse_args()
     fetch_model()
-    answers = KEPT / f"answers-{_answers_digest()}"
+    answers = kept_answers()
     command = [sys.executable, "-m", "eval.head_answers", str(answers), "--tokens", str(args.tokens)]
     # A process of its own: answers are made as a worker makes them, by kernels that have no gradients.
     subprocess.run(command, cwd=ROOT, check=True)
@@ -54,6 +54,11 @@ def main() -> int:
     _place(head, args.folder)
     print(f"head: sha256 {hashlib.sha256(head.read_bytes()).hexdigest()}")
     return 0
+
+
+def kept_answers() -> Path:
+    """The folder of the default model's answers, which need not be there yet. The model has to be."""
+    return KEPT / f"answers-{_answers_digest()}"
 
 
 def _fitted(folder: Path, tokens: int, recipe: Recipe) -> Path:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from bench.children.drafter import Order
 from bench.harness.child import ROOT
@@ -220,8 +222,13 @@ def _vocabulary(drafter: EngineProcess) -> int:
     return drafter.facts.vocab_size
 
 
-def first_layers(folder: Path, layers: int) -> Path:
-    """A copy of the default model that ends after so many layers."""
+def first_layers(folder: Path, layers: int, head: npt.NDArray[np.float16] | None = None) -> Path:
+    """A copy of the default model that ends after so many layers.
+
+    Args:
+        head: (tokens, width), an output head of its own, which takes normed states; None for the model's norm
+            and head.
+    """
     from safetensors.numpy import load_file, save_file
 
     folder.mkdir()
@@ -229,12 +236,16 @@ def first_layers(folder: Path, layers: int) -> Path:
         if path.name.startswith(("token", "generation")):
             shutil.copyfile(path, folder / path.name)
     config: dict[str, Any] = msgspec.json.decode((MODEL / "config.json").read_bytes())
-    (folder / "config.json").write_bytes(msgspec.json.encode(config | {"num_hidden_layers": layers}))
+    config |= {"num_hidden_layers": layers, "tie_word_embeddings": head is None}
+    (folder / "config.json").write_bytes(msgspec.json.encode(config))
     kept = {}
     for path in MODEL.glob("*.safetensors"):
         for name, tensor in load_file(path).items():
             number = name.partition("layers.")[2].partition(".")[0]
             if not number or int(number) < layers:
                 kept[name] = tensor
+    if head is not None:
+        kept["lm_head.weight"] = head
+        kept["model.norm.weight"] = np.ones_like(kept["model.norm.weight"])
     save_file(kept, folder / "model.safetensors", metadata={"format": "mlx"})
     return folder

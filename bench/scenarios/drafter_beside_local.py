@@ -11,18 +11,22 @@ from pathlib import Path
 
 from bench.figures import Figure, Measured, alternated
 from bench.harness import prompts, repetitive_prompts
+from bench.harness.child import Child
 from bench.harness.cores import why_no_cores, worker_on
 from bench.harness.daemon import MODEL
 from bench.harness.drafting import Drafted, GiveDrafter, answer, first_layers, following
 from bench.harness.samples import Samples
+from eval.fit_head import kept_answers
+from eval.head_answers import pieces_of
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.process import observe
 
 QUICK_RUNS = 1
 TOKENS = 64
 DELAYS_S = (0.0, 0.005, 0.05)
-# Layers of the truncated models, of 30.
+# Layers of the truncated models, of 30; and of one whose output head is fitted to so many tokens, about.
 CUT_LAYERS = (6, 24)
+FITTED_LAYERS, FITTED_TOKENS = 12, 24_000
 LOCAL = ["suffix", "lookup"]
 _CODE = "rewrite this code with one change"
 WORK = {"free text": prompts.OPENINGS[1], _CODE: repetitive_prompts.REPETITIVE[_CODE]}
@@ -34,38 +38,68 @@ class Side:
 
     layers: int
     delay_s: float
+    # Of its guesses in answers that it was not fitted to, as many are right; None if its head is the model's.
+    right: float | None = None
 
     @property
     def title(self) -> str:
-        return f"drafter of the model's first {self.layers} layers, {1000 * self.delay_s:.0f} ms away"
+        head = "" if self.right is None else " and a head fitted to them"
+        return f"drafter of the model's first {self.layers} layers{head}, {1000 * self.delay_s:.0f} ms away"
 
 
 def measure(runs: int) -> Measured:
+    """Raises RuntimeError if two machines cannot have a core each."""
     if why := why_no_cores():
         raise RuntimeError(why)
     observe.configure("warning")  # the supervisor of the workers is in this process
     quick = runs <= QUICK_RUNS
-    with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(_measure(runs, quick, Path(folder)))
+    delays = DELAYS_S[:1] if quick else DELAYS_S
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        drafters = {
+            first_layers(folder / f"first-{layers}", layers): [Side(layers, delay_s) for delay_s in delays]
+            for layers in (CUT_LAYERS[1:] if quick else CUT_LAYERS)
+        }
+        fitted, how = folder / "fitted", _HOW
+        if why := why_not_fitted():
+            print(f"  LEFT OUT: a drafter with a fitted head: {why}", flush=True)
+            how += f" A drafter with a fitted head was left out: {why}."
+        else:
+            right = _fit(fitted)
+            drafters[fitted] = [Side(FITTED_LAYERS, delay_s, right) for delay_s in delays]
+        return Measured(asyncio.run(_measure(runs, drafters)), how)
 
 
-async def _measure(runs: int, quick: bool, folder: Path) -> Measured:
+def why_not_fitted() -> str:
+    """Why no head can be fitted; "" if one can."""
+    if not pieces_of(kept_answers(), 1):
+        return "no answers of the model are kept to fit it to: python -m eval.fit_head"
+    return ""
+
+
+def _fit(folder: Path) -> float:
+    """Make the drafter with a fitted head; returns the share of its guesses that are right."""
+    with Child("fitted_layers", str(MODEL)) as child:
+        answers = str(kept_answers())
+        told = child.ask(folder=str(folder), layers=FITTED_LAYERS, answers=answers, tokens=FITTED_TOKENS)
+    print(f"  fitted head: {100 * told['right']:.0f} % right, sha256 {told['sha256']}", flush=True)
+    return float(told["right"])
+
+
+async def _measure(runs: int, drafters: dict[Path, list[Side]]) -> list[Figure]:
     here, there, *_ = sorted(os.sched_getaffinity(0))
-    sides = {
-        layers: [Side(layers, delay_s) for delay_s in (DELAYS_S[:1] if quick else DELAYS_S)]
-        for layers in (CUT_LAYERS[1:] if quick else CUT_LAYERS)
-    }
     seen = Samples()
     async with worker_on(here) as home:
-        for layers, several in sides.items():
-            async with worker_on(there, first_layers(folder / f"first-{layers}", layers)) as other:
+        for model, several in drafters.items():
+            async with worker_on(there, model) as other:
                 for run in range(runs):
                     for work, prompt in _prompts(run):
                         async with following(other) as give:
                             await _sides(seen, run, work, home, prompt, several, give)
-    figures = [_figures(seen, work, side) for several in sides.values() for side in several for work in WORK]
+    sides = [side for several in drafters.values() for side in several]
+    pairs = [_figures(seen, work, side) for side in sides for work in WORK]
     same = Figure("Answers equal with and without the drafter", "%", seen["same"], of="worst")
-    return Measured([*(figure for pair in figures for figure in pair), same], _HOW)
+    return [*(figure for pair in pairs for figure in pair), same]
 
 
 def _prompts(run: int) -> Iterator[tuple[str, list[int]]]:
@@ -102,6 +136,8 @@ async def _sides(
 def _figures(seen: Samples, work: str, side: Side) -> tuple[Figure, Figure]:
     local, both = (sum(seen[work, side, name]) / len(seen[work, side, name]) for name in ("local", "both"))
     note = f"{local:.2f} tokens per pass with local drafts, {both:.2f} with the drafter too"
+    if side.right is not None:
+        note += f"; it foresees {100 * side.right:.0f} % of the tokens of answers that it was not fitted to"
     title = f"{work}, {side.title}, over local drafts"
     return (
         Figure(f"Tokens per pass, {title}", "x", seen[work, side, "passes"], note=note),
@@ -116,6 +152,9 @@ _HOW = (
     "those and the drafter's. No second model with this vocabulary is at hand: the drafters are the model's "
     "own first layers with its norm and head. They are real, and were never trained to end there; of 30 "
     "layers, the first 6 give the model's next token for 9 % of a text's tokens, the first 24 for 37 %. "
+    f"Another drafter is the first {FITTED_LAYERS} layers with an output head of its own, fitted by ridge "
+    f"regression to some {FITTED_TOKENS:,} tokens of the model's own answers, which "
+    "`python -m eval.fit_head` keeps. "
     "Tokens per pass are counted, not timed; but the controller looks at measured times, so they vary by a "
     "few passes."
 )

@@ -135,12 +135,15 @@ def _installed(models: ModelListing, width: int | None, on: str) -> Iterable[str
         Column("CONTEXT", [count(model.context_tokens) for model in shown], 8, right=True),
         Column("TOOLS", [model.tools or "-" for model in shown], 5),
         Column("THINKS", ["yes" if model.thinking else "-" for model in shown], 4),
-        Column("DRAFTS", [_drafter(model) for model in shown], 3),
+        drafts := Column("DRAFTS", [_drafter(model) for model in shown], 3),
         Column("ARCHITECTURE", [model.architecture or "?" for model in shown], 2),
         Column("SOURCE", [model.source or "-" for model in shown], 1),
         Column("", [_state(model) for model in shown], 8),
     ]
-    yield "\n".join(drawn(fitted(columns, width)))
+    left = fitted(columns, width)
+    yield "\n".join(drawn(left))
+    if drafts not in left and (said := _drafting(shown)):
+        yield wrapped(said, width)
     for model in shown:
         if model.ignored:
             unused = one_line(", ".join(model.ignored))
@@ -246,6 +249,15 @@ def _drafter(model: InstalledModel) -> str:
     """What drafts for a model besides its own text."""
     said = _HEADS.get(model.drafter) or one_line(model.drafter) or "-"
     return f"{said}{', off' if model.drafter_off else ''}"
+
+
+def _drafting(models: Sequence[InstalledModel]) -> str:
+    """What drafts for which models, a sentence each; "" if nothing does."""
+    drafted: dict[str, list[str]] = {}
+    for model in models:
+        if model.drafter and not model.drafter_off:
+            drafted.setdefault(_drafter(model), []).append(one_line(model.name))
+    return " ".join(f"Drafts for {listed(names)}: {drafter}." for drafter, names in drafted.items())
 
 
 def _state(model: InstalledModel) -> str:

@@ -62,9 +62,9 @@ class StateSizes(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.state_bytes + min(tokens, self.window) * self.window_bytes
 
     def fitting(self, n_bytes: int) -> int:
-        """The most tokens of a sequence that takes at most ``n_bytes``."""
-        left = n_bytes - self.state_bytes
-        within = max(0, left) // max(1, self.token_bytes + self.window_bytes)
+        """The most tokens of a sequence that takes at most ``n_bytes``; 0 if not even its states fit."""
+        left = max(0, n_bytes - self.state_bytes)
+        within = left // max(1, self.token_bytes + self.window_bytes)
         if within < self.window:
             return within
         return (left - self.window * self.window_bytes) // max(1, self.token_bytes)

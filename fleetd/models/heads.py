@@ -18,8 +18,10 @@ from fleetd.errors import ModelUnsupported
 from fleetd.models.safetensors_header import TensorInfo, read_header, read_notes
 from fleetd.models.weights import HEAD_NAME, weight_files
 
-# What a layer's tensors begin with in ``MtpHead``.
-LAYER = "layers.0."
+# What a layer's tensors begin with in ``MtpHead``; and those of a head's only layer.
+LAYERS = "layers."
+LAYER = f"{LAYERS}0."
+_NUMBERED = re.compile(r"layers\.\d+\.")
 # What a head's file says in its metadata of the model that it was made for: ``ModelDigest.weights``.
 TARGET = "fleetd.target"
 # Rows of keys and values that a head keeps of an answer at most.
@@ -35,6 +37,9 @@ class HeadNames(msgspec.Struct, frozen=True):
     # ``layer``.
     modules: Mapping[str, str]
     layer: str = ""
+    # The head has several layers, each of a kind of its own. All names have the layer's number, those of
+    # ``modules`` too, or these have none.
+    several: bool = False
     # Whether the hidden state stands before the embedding in ``fc``.
     hidden_first: bool = False
     # As of ``MtpHead``.
@@ -43,6 +48,19 @@ class HeadNames(msgspec.Struct, frozen=True):
     def begins(self, layers: int) -> re.Pattern[str]:
         """What the names of a head's tensors begin with, for a model of so many layers."""
         return re.compile(self.prefix.replace("{layers}", str(layers)))
+
+    def module_of(self, name: str) -> str | None:
+        """What ``MtpHead`` calls the module of a tensor, by what follows the prefix; None if it is a part of
+        a layer."""
+        if self.several:
+            name = _NUMBERED.sub("", name, 1)
+        return self.modules.get(name.rpartition(".")[0])
+
+    def layer_part(self, name: str) -> str | None:
+        """What ``MtpHead`` calls a tensor of one of its layers; None if it is none."""
+        if self.several:
+            return name if _NUMBERED.match(name) else None
+        return LAYER + name.removeprefix(self.layer) if name.startswith(self.layer) else None
 
 
 MODULES = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
@@ -76,6 +94,18 @@ FAMILIES = (
             "final_layernorm": "norm",
         },
         hidden_first=True,
+        feeds_normed=True,
+    ),
+    # Nemotron-H: an attention and a mixture of experts, which are layers of their own in these models.
+    HeadNames(
+        r"(?:language_model\.)?mtp\.",
+        {
+            "eh_proj": "fc",
+            "enorm": "pre_fc_norm_embedding",
+            "hnorm": "pre_fc_norm_hidden",
+            "final_layernorm": "norm",
+        },
+        several=True,
         feeds_normed=True,
     ),
 )
@@ -132,7 +162,7 @@ def _head_file(states: tuple[tuple[Path, int, int], ...], layers: int) -> str:
 def _of_head(family: HeadNames, layers: int, names: Iterable[str]) -> bool:
     begins = family.begins(layers)
     found = (name[match.end() :] for name in names if (match := begins.match(name)))
-    return any(name.startswith(tuple(family.modules)) for name in found)
+    return any(family.module_of(name) is not None for name in found)
 
 
 def _layers(config: Mapping[str, Any]) -> int:

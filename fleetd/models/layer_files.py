@@ -34,6 +34,8 @@ ENDS_NAME = "model-fleetd-ends.safetensors"
 _LAYER_NAME = "model-fleetd-layer-{:05}.safetensors"
 # A layer's number in the name of a weight.
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
+# A head that drafts for the model has layers of its own, which its first machine needs.
+_HEAD = re.compile(r"(?:^|\.)mtp\.")
 # Tensors of no layer from which every layer makes an input of its own: all machines need them.
 _PER_LAYER = re.compile(r"per_layer")
 
@@ -94,8 +96,8 @@ class LayerFiles(msgspec.Struct, frozen=True):
 
 
 def layer_of(tensor: str) -> int | None:
-    """The layer that a tensor belongs to, by its name; None for those of no layer."""
-    found = _LAYER.search(tensor)
+    """The model's layer that a tensor belongs to, by its name; None for those of no layer."""
+    found = None if _HEAD.search(tensor) else _LAYER.search(tensor)
     return int(found[1]) if found else None
 
 

@@ -171,6 +171,26 @@ async def test_a_listing_tells_what_drafts_for_a_model_and_why_it_does_not(
     engines = [replace(each, draft_head="off: it is another model's") for each in daemon.status.engines]
     daemon.status = replace(daemon.status, engines=engines)
     assert await drafter() == ("sidecar", "it is another model's")
+    # Ranks read no head.
+    daemon.status = replace(
+        daemon.status, engines=[replace(each, draft_head="", ranks=2) for each in engines]
+    )
+    assert await drafter() == ("sidecar", "its layers are divided between machines")
+
+
+@pytest.mark.parametrize("named", ["", "small", "org/Tiny-DFlash"])
+@pytest.mark.parametrize("head", ["", "mtp.safetensors"])
+async def test_a_listing_says_that_nothing_drafts_if_the_settings_say_so(
+    named: str, head: str, daemon: ControlledDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.models.found = [FakeFolder(MODEL), FakeFolder("org/Tiny-DFlash", config={"dflash_config": {}})]
+    monkeypatch.setattr(heads, "head_file", lambda path, config: head)
+    values = {"speculation.draft_model": named, "speculation.mode": "off"}
+    daemon.settings = SettingsView([SettingView(key, value) for key, value in values.items()])
+    first = (await daemon.get("/fleet/v1/models"))["installed"][0]
+    drafter = "sidecar" if head and named != "org/Tiny-DFlash" else named
+    assert first["drafter"] == drafter
+    assert first["drafter_off"] == ("speculation.mode is off" if drafter else "")
 
 
 async def test_a_drafter_that_reads_hidden_states_goes_before_a_models_own_head(

@@ -22,7 +22,7 @@ from fleetctl.verb_table import GROUPS
 from fleetctl.verbs import status, usage
 from fleetd import errors
 from fleetd.control import model_change
-from fleetd.control.model_listing import ModelListing
+from fleetd.control.model_listing import InstalledModel, ModelListing
 from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
 
 NOT_FOUND = Reply(
@@ -741,6 +741,22 @@ def test_models_tell_what_drafts_for_them_and_why_a_head_does_not(run: Run, daem
     assert "a-DFlash does not draft for four: its layers are others;" in " ".join(shown.split())
     assert "five" in shown
     assert "for five" not in shown
+
+
+@pytest.mark.parametrize("width", [80, 200, None])
+def test_a_narrow_terminal_says_what_drafts_below_the_table(width: int | None) -> None:
+    installed = [
+        InstalledModel(name="nemotron-3-nano-30b-a3b", context_tokens=262_144, drafter="head"),
+        InstalledModel(name="one", roles=["chat", "coding"], tools="qwen3_coder", drafter="org/small"),
+        InstalledModel(name="two", drafter="org/small"),
+        InstalledModel(name="three", drafter="sidecar", drafter_off="it is another model's"),
+        InstalledModel(name="four"),
+    ]
+    shown = models_page(ModelListing(installed=installed), width)
+    said = "Drafts for nemotron-3-nano-30b-a3b: own head. Drafts for one and two: org/small."
+    assert (said in " ".join(shown.split())) == ("DRAFTS" not in shown) == (width == 80)
+    assert "The head of three does not draft: it is another model's." in shown
+    assert all(len(line) <= (width or 1000) for line in shown.splitlines())
 
 
 def test_a_model_of_the_hub_is_judged_by_what_the_hub_tells(run: Run, daemon: FakeDaemon) -> None:

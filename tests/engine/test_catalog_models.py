@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,13 @@ def test_the_popular_families_are_named_as_their_published_configs_name_them() -
     for family, types in PAGE["POPULAR"]:
         assert set(types) <= published, family
         assert all(map(PAGE["can_be_cut"], types)), family
+
+
+def test_what_the_page_says_of_types_that_mlx_lm_has_no_code_for_still_holds() -> None:
+    """Once it has some, their heads can be added to ``fleetd.models.heads``."""
+    assert "Inkling (`inkling_mm_model`)" in PAGE["page"]()
+    assert find_spec("mlx_lm.models.inkling_mm_model") is None
+    assert "inkling_mm_model" not in MODEL_REMAPPING
 
 
 def test_a_type_without_a_model_of_its_own_stands_beside_the_one_that_it_runs() -> None:

@@ -85,7 +85,7 @@ def plain(name: str, tokenizer: Any, *, seeded: bool) -> Run:
     return run
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5", "glm4_moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "glm4_moe", "nemotron_3"])
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_right_head_is_always_right_on_the_machine_that_answers(

@@ -10,7 +10,7 @@ from fleetd.control.daemon_status import MemoryBudget
 from fleetd.control.model_facts import StateSizes
 from fleetd.engine.load.loading import MemoryShares
 from fleetd.engine.measure.memory import KvBudget, admit_weights, human
-from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.settings import GroupMember, WorkerSettings
 from fleetd.errors import OutOfMemory
 from fleetd.limits import GIB, MIB
 from fleetd.models.memory_need import WORKING_BYTES
@@ -112,6 +112,22 @@ def test_a_prefix_cache_is_bounded_by_what_is_left_and_leaves_room_for_new_promp
     assert shares.prefix + shares.sequences == left
     none = MemoryShares.of(GIB, StateSizes(1), MemoryBudget(usable_bytes=GIB), settings)
     assert (none.prefix, none.sequences) == (0, 0)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("streams", [1, 16])
+def test_states_of_a_part_of_a_group_have_room_whatever_the_other_machines_have(
+    rows: int, streams: int
+) -> None:
+    """The first machine's layers may keep nothing but running states; the others bound rows alone."""
+    members = (GroupMember(2, 4, "s"),)
+    settings = WorkerSettings(name="m", path="/m", max_streams=streams, group=members, group_tokens=8192)
+    sizes = StateSizes(rows, state_bytes=MIB)
+    shares = MemoryShares.of(GIB, sizes, MemoryBudget(usable_bytes=4 * GIB), settings)
+    assert sizes.fitting(shares.sequences - (streams - 1) * MIB) >= rows * 0.7 * 8192
+    assert shares.sequences >= streams * MIB
+    assert shares.sequences + shares.prefix == 2 * streams * MIB + rows * 8192
+    assert sizes.fitting(MIB - 1) == 0
 
 
 def test_room_is_set_aside_for_the_numbers_of_one_layer() -> None:

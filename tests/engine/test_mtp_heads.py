@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,16 @@ import mlx.nn as nn
 import pytest
 import speculating
 import tiny_architectures
-from hidden_drafters import VOCAB, Even, LyingHead, right_head, simple, verdict_of
+from hidden_drafters import (
+    VOCAB,
+    Even,
+    lying_head,
+    nemotrons_name,
+    random_head,
+    right_head,
+    simple,
+    verdict_of,
+)
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
@@ -40,7 +50,7 @@ from fleetd.models.heads import TARGET
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 PROMPT = [(7 * i + 3) % 64 for i in range(30)]
-FAMILIES = ["llama", "qwen3_5", "qwen3_next", "glm4_moe"]
+FAMILIES = ["llama", "qwen3_5", "qwen3_next", "glm4_moe", "nemotron_3"]
 # No draft but those of the head.
 ALONE = Speculate(sources=["mtp"])
 SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=11)
@@ -70,7 +80,7 @@ def test_a_random_head_changes_no_byte(
     plain = Run(model, tokenizer)
     plain.submit("r", PROMPT, sampling=sampling, max_tokens=24)
     plain.finish()
-    run = Run(model, tokenizer, spec(model, MtpHead(model)))
+    run = Run(model, tokenizer, spec(model, random_head(model)))
     run.submit("r", PROMPT, sampling=sampling, max_tokens=24, speculate=ALONE)
     run.finish()
     assert run.said("r") == plain.said("r")
@@ -94,7 +104,7 @@ def test_a_head_that_is_right_by_construction_is_always_right(name: str, tokeniz
     assert report.sources["mtp"].drafted == report.accepted > 15
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "nemotron_3"])
 @pytest.mark.parametrize("kind", ["right", "random", "lying"])
 def test_several_answers_that_come_and_go_are_those_without_a_head(
     name: str, kind: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
@@ -102,7 +112,7 @@ def test_several_answers_that_come_and_go_are_those_without_a_head(
     """Apart and in the batch; one is cancelled and asked again, so that its prompt's rows are restored."""
     monkeypatch.setattr(decoding, "SETTLED_TOKENS", 0)
     model = simple(name)
-    head = {"right": right_head, "random": MtpHead, "lying": LyingHead}[kind](model)
+    head = {"right": right_head, "random": random_head, "lying": lying_head}[kind](model)
     prompts = {"a": PROMPT, "b": [*PROMPT[:29], 9], "c": PROMPT[:20]}
     sampling = {"a": GREEDY, "b": SEEDED, "c": GREEDY}
     plain = Run(model, tokenizer)
@@ -158,6 +168,29 @@ def test_after_a_restored_prefix_a_head_begins_with_what_is_computed_and_says_so
         assert 0 < counts[request].known_tokens < len(longer) - 1
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_3"])
+def test_after_a_restored_snapshot_of_states_a_head_begins_with_what_is_computed(
+    name: str, tokenizer: Any
+) -> None:
+    """A conversation that goes on; and one whose last words are others."""
+    model, more = simple(name), [(3 * i + 1) % 64 for i in range(20)]
+    run = Run(model, tokenizer, spec(model, right_head(model)))
+    run.submit("first", PROMPT, max_tokens=20, speculate=ALONE)
+    run.finish()
+    for request, prompt in (("on", [*run.tokens["first"], *more]), ("edited", [*PROMPT, 9, *more])):
+        run.submit(request, prompt, max_tokens=20, speculate=ALONE)
+        run.finish()
+        plain = Run(model, tokenizer)
+        plain.submit(request, prompt, max_tokens=20)
+        plain.finish()
+        assert run.said(request)[:-1] == plain.said(request)[:-1]
+        report = run.finished(request).speculation
+        assert report is not None
+        counts = report.sources["mtp"]
+        assert counts.drafted == counts.accepted > 10
+        assert 0 < counts.known_tokens < len(prompt) - 1
+
+
 def test_an_answer_that_is_held_to_a_grammar_is_the_same(tokenizer: Any) -> None:
     model = simple("llama")
 
@@ -210,9 +243,7 @@ def test_a_head_begins_with_the_end_of_a_prompt_and_its_rows_stay_bounded(
 def test_a_head_that_is_hardly_ever_right_is_switched_off_and_says_so(tokenizer: Any) -> None:
     model = simple("llama")
     # What is right and one more is wrong every time; a random guess would be right now and then.
-    head = right_head(model)
-    head.__class__ = LyingHead
-    worker = WorkerHead.measured(head)
+    worker = WorkerHead.measured(lying_head(model))
     run = Run(model, tokenizer, speculating.speculation(VOCAB, verdict=verdict_of(model), head=worker))
     for i in range(4):
         run.submit(f"r{i}", PROMPT, max_tokens=30, speculate=ALONE)
@@ -232,6 +263,7 @@ NAMES: dict[str, Callable[[str], str]] = {
         "model.mtp_layers.0."
         + _renamed(name, "input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
     ),
+    "nemotron": lambda name: f"mtp.{nemotrons_name(name)}",
 }
 
 
@@ -263,6 +295,8 @@ def saved(folder: Path, file: str, head: MtpHead, names: str = "qwen", **more: m
         ("glm4_moe", "deepseek", "model-00002-of-00002.safetensors"),
         ("glm_moe_dsa", "deepseek", "model.safetensors"),
         ("qwen2", "mimo", "model.safetensors"),
+        ("nemotron_3", "nemotron", "model-00014-of-00014.safetensors"),
+        ("nemotron_3", "nemotron", "mtp.safetensors"),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
@@ -270,7 +304,7 @@ def test_a_head_is_found_by_its_publishers_names(
     family: str, names: str, file: str, tmp_path: Path, *, packed: bool
 ) -> None:
     model = tiny_architectures.tiny(family)
-    head = MtpHead(model)
+    head = random_head(model)
     if packed:
         nn.quantize(head, 32, 8, class_predicate=lambda name, layer: name != "fc" and _can_be_packed(layer))
     found = read_head(saved(tmp_path, file, head, names), model)
@@ -279,6 +313,57 @@ def test_a_head_is_found_by_its_publishers_names(
     ours, theirs = dict(tree_flatten(head.parameters())), dict(tree_flatten(found.parameters()))
     assert ours.keys() == theirs.keys()
     assert all(mx.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_head_of_several_layers_is_read_as_its_publisher_has_it(tmp_path: Path) -> None:
+    """With experts one by one, and beside a convolution as mlx-lm has none; it computes the formula."""
+    model = tiny_architectures.tiny("nemotron_3")
+    head = random_head(model)
+    drawn = [
+        (name, mx.random.normal(array.shape, key=mx.random.key(at)) * 0.1 + (array.ndim == 1))
+        for at, (name, array) in enumerate(tree_flatten(head.parameters()))
+    ]
+    head.load_weights(drawn)
+    tensors = {f"mtp.{nemotrons_name(name)}": array for name, array in drawn}
+    for theirs, ours in (("up_proj", "fc1"), ("down_proj", "fc2")):
+        for number, expert in enumerate(tensors.pop(f"mtp.layers.1.mixer.switch_mlp.{ours}.weight")):
+            tensors[f"mtp.layers.1.mixer.experts.{number}.{theirs}.weight"] = expert
+    tensors["backbone.layers.0.mixer.conv1d.weight"] = mx.zeros((8, 1, 4))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    found = read_head(tmp_path, model)
+    assert found is not None
+    tokens = mx.array([[3, 4, 5, 6, 7]])
+    hidden = mx.random.normal((1, 5, found.width), key=mx.random.key(99))
+    normed = functools.partial(_normed, model.args.layer_norm_epsilon, tensors)
+    embedded = model.backbone.embeddings(tokens)
+    both = mx.concatenate([normed("0.enorm", embedded), normed("0.hnorm", hidden)], -1)
+    state = both @ tensors["mtp.layers.0.eh_proj.weight"].T
+    attention, experts = found.layers
+    state = state + attention.mixer(normed("0.norm", state), mask="causal")
+    state = state + experts.mixer(normed("1.norm", state))
+    given, expected = found(tokens, hidden), normed("1.final_layernorm", state)
+    assert mx.allclose(found.fed_back(given), expected, atol=1e-5)
+    assert mx.allclose(found.logits(given), expected @ model.lm_head.weight.T, atol=1e-5)
+
+
+def _normed(eps: float, tensors: dict[str, mx.array], name: str, x: mx.array) -> mx.array:
+    return x * mx.rsqrt((x * x).mean(-1, keepdims=True) + eps) * tensors[f"mtp.layers.{name}.weight"]
+
+
+@pytest.mark.parametrize("pattern", ["M*E", "*-", "E"])
+def test_layers_that_a_head_cannot_have_are_refused(pattern: str, tmp_path: Path) -> None:
+    """A running state cannot be taken back guess by guess; and the model has no layer of a plain MLP."""
+    model = tiny_architectures.tiny("nemotron_3")
+    other = tiny_architectures.tiny("nemotron_3", hybrid_override_pattern=[*"ME*-"])
+    head = tree_flatten(random_head(other).parameters())
+    tensors = {f"mtp.{nemotrons_name(name)}": array for name, array in head if not name.startswith("layers.")}
+    for number, kind in enumerate(pattern):
+        layer = other.layers["ME*-".index(kind)]
+        tensors |= {f"mtp.layers.{number}.{n}": a for n, a in tree_flatten(layer.parameters())}
+    mx.save_safetensors(str(tmp_path / "mtp.safetensors"), tensors, metadata={"format": "mlx"})
+    why = {"M*E": "something else than a row", "*-": "not of kinds that the model has", "E": "None of its"}
+    with pytest.raises(ModelUnsupported, match=why[pattern]):
+        read_head(tmp_path, model)
 
 
 def _can_be_packed(layer: Any) -> bool:
@@ -419,6 +504,28 @@ def test_a_head_in_a_folder_of_its_own_is_read(
     ours, theirs = dict(tree_flatten(head.parameters())), dict(tree_flatten(found.parameters()))
     assert ours.keys() == theirs.keys()
     assert all(mx.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+@pytest.mark.parametrize("prefix", ["", "mtp."])
+def test_nemotrons_head_in_a_folder_of_its_own_is_read(
+    prefix: str, tmp_path: Path, *, numbered: bool
+) -> None:
+    """Some who took it out of its publisher's files left numbers before what is no layer, others did not."""
+    model = tiny_architectures.tiny("nemotron_3")
+    head = random_head(model)
+    folder = lone(tmp_path / "head", head)
+    tensors = {nemotrons_name(name): array for name, array in tree_flatten(head.parameters())}
+    if not numbered:
+        outside = re.compile(r"layers\.\d\.(?=eh_proj|enorm|hnorm|final)")
+        tensors = {outside.sub("", name): array for name, array in tensors.items()}
+    written = {f"{prefix}{name}": array for name, array in tensors.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), written, metadata={"format": "mlx"})
+    found = read_drafter(folder, model)
+    assert isinstance(found, MtpHead)
+    ours, theirs = dict(tree_flatten(head.parameters())), dict(tree_flatten(found.parameters()))
+    assert ours.keys() == theirs.keys()
+    assert all(mx.array_equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size"])

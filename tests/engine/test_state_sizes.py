@@ -61,7 +61,7 @@ def test_windows_are_priced_as_windows() -> None:
 )
 def test_as_many_tokens_fit_as_are_priced_within_the_memory(sizes: StateSizes, n_bytes: int) -> None:
     tokens = sizes.fitting(n_bytes)
-    if tokens <= 0:
+    if not tokens:
         assert sizes.of(1) > n_bytes
     else:
         assert sizes.of(tokens) <= n_bytes < sizes.of(tokens + 1)

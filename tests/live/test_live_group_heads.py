@@ -13,7 +13,7 @@ import block_drafters
 import chain_model
 import pytest
 from forked_programs import Programs
-from hidden_drafters import right_head, write_head
+from hidden_drafters import nemotron_chain, right_head, write_head
 from live_daemon import LiveDaemon, until
 from live_fleet import LiveFleet
 from mlx_lm.utils import load_model
@@ -23,6 +23,8 @@ from fleetd.engine.heads.mtp_head import MtpHead
 pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(300)]
 
 RIGHT, RANDOM = "right", "random"
+# A hybrid, whose head of two layers lies among its own weights.
+HYBRID = "hybrid"
 # A model over both machines, and what drafts for it from states of layers on both.
 TAPPED, BLOCKS, LAYERS = "tapped", "blocks", [1, 2]
 # What drafts bring depends on what else a machine does; whether they are right does not.
@@ -34,18 +36,19 @@ WITHIN_S = 30.0
 def pair(
     short_dir: Path, programs: Programs, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveFleet]:
-    """Both have a model whose head is right by construction, and one whose head is random."""
+    """Both have models whose head is right by construction, and one whose head is random."""
     root = tmp_path_factory.mktemp("heads")
     folders = []
     for name, head_of in ((RIGHT, right_head), (RANDOM, MtpHead)):
         folder = chain_model.build(root / name)
         model, _ = load_model(folder)
         folders.append(write_head(folder, head_of(model)))
+    folders.append(nemotron_chain(root / HYBRID))
     models = dict.fromkeys(("alpha", "beta"), folders)
     settings = dict.fromkeys(models, SETTINGS)
     with LiveFleet(short_dir / "group-heads", models, settings=settings, programs=programs) as fleet:
         fleet.until_usable()
-        for name in (RIGHT, RANDOM):
+        for name in (RIGHT, RANDOM, HYBRID):
             fleet.until_has("alpha", "beta", name)
             # Until a machine has hashed its own files, it does not know whether others have the same.
             assert fleet["alpha"].fleetctl("models", "verify", name).returncode == 0
@@ -145,6 +148,20 @@ def test_a_random_head_changes_nothing_and_is_switched_off(pair: LiveFleet) -> N
     assert "drafts were right" in head_of(alpha, RANDOM)
     found, counts = drafted(alpha, RANDOM)
     assert (found, counts) == (plain, {})
+
+
+@pytest.mark.parametrize("where", [("this",), ("this", "beta")])
+def test_a_head_of_several_layers_drafts_for_a_hybrid(pair: LiveFleet, where: tuple[str, ...]) -> None:
+    alpha = pair["alpha"]
+    _, plain = ask(alpha, HYBRID, *where, speculate={"enabled": False})
+    before = last_trace(alpha).get("id")
+    _, found = ask(alpha, HYBRID, *where, speculate={"sources": ["mtp"]})
+    assert found == plain
+    assert "".join(token for token, _ in found).startswith(" 1 2 3")
+    assert head_of(alpha, HYBRID).startswith("mtp: ")
+    until(lambda: last_trace(alpha).get("id") != before, WITHIN_S)
+    counts = last_trace(alpha)["speculation"]["sources"]["mtp"]
+    assert counts["accepted"] == counts["drafted"] > 40
 
 
 def test_a_block_drafter_reads_layers_of_both_machines_and_is_always_right(tapped: LiveFleet) -> None:

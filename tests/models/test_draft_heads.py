@@ -20,6 +20,8 @@ from fleetd.models.memory_need import WeightRules, needed_bytes
         "model.language_model.mtp.pre_fc_norm_hidden.weight",
         "model.layers.1.eh_proj.weight",
         "model.mtp_layers.0.input_proj.weight",
+        "mtp.layers.0.eh_proj.weight",
+        "language_model.mtp.layers.1.final_layernorm.weight",
     ],
 )
 def test_a_head_in_the_models_own_files_is_found_by_each_familys_names(tmp_path: Path, name: str) -> None:

@@ -268,3 +268,17 @@ def test_layer_files_are_the_same_however_a_model_is_spread(there: ModelStore, t
     assert content.size_bytes == len(spread[name])
     for offset in (1, len(content.head), len(content.head) + 5, content.size_bytes):
         assert b"".join(bytes(each) for each in content.pieces(offset, buffer)) == spread[name][offset:]
+
+
+@pytest.mark.parametrize("before", ["", "language_model.", "model.language_model."])
+def test_the_layers_of_a_head_go_with_what_belongs_to_no_layer(tmp_path: Path, before: str) -> None:
+    """The machine that answers has the head, and it alone."""
+    folder = make_folder(tmp_path / "m", num_hidden_layers=2)
+    head = [f"{before}mtp.layers.{number}.norm.weight" for number in range(3)]
+    write_weights(folder / "model.safetensors", "embed.weight", "layers.0.a", "layers.1.a", *head)
+    files = layer_files.files_of(folder)
+    assert files.layers == 2
+    buffer = memoryview(bytearray(4096))
+    ends = b"".join(bytes(piece) for piece in files.files[layer_files.ENDS_NAME].pieces(0, buffer))
+    assert all(name.encode() in ends for name in head)
+    assert not files.ends_everywhere

@@ -122,6 +122,10 @@ def _in_part(services: Services, status: DaemonStatus) -> list[ModelInPart]:
     ]
 
 
+# A model whose layers are divided reads no head, and tells nothing of one.
+_DIVIDED = "off: its layers are divided between machines"
+
+
 class _Drafters(msgspec.Struct, frozen=True):
     """What drafts for the models here."""
 
@@ -131,6 +135,8 @@ class _Drafters(msgspec.Struct, frozen=True):
     reads: bool
     # What loaded models say of what drafts from their hidden states, by their names.
     heads: Mapping[str, str]
+    # Nothing drafts: the settings say so.
+    off: bool = False
 
     @classmethod
     def of(cls, services: Services, status: DaemonStatus, folders: Sequence[ModelFolder]) -> _Drafters:
@@ -138,7 +144,8 @@ class _Drafters(msgspec.Struct, frozen=True):
         values = {setting.key: setting.value for setting in services.settings().settings}
         model = str(values.get("speculation.draft_model") or "")
         reads = any(each.name == model and drafter_kind(each.config) is not None for each in folders)
-        return cls(model, reads, {engine.model: engine.draft_head for engine in status.engines})
+        said = {engine.model: _DIVIDED if engine.ranks else engine.draft_head for engine in status.engines}
+        return cls(model, reads, said, str(values.get("speculation.mode") or "") == "off")
 
     def for_model(self, folder: ModelFolder) -> tuple[str, str]:
         """``drafter`` and ``drafter_off`` of an InstalledModel."""
@@ -147,11 +154,15 @@ class _Drafters(msgspec.Struct, frozen=True):
         own, said = self._own_head(folder), self.heads.get(folder.name, "")
         # Behind a head that drafts stands why the drafter that goes before it does not.
         does, _, off = said.partition("off: ")
-        if self.reads:
-            return self.model, f"{off}; the model's own head does" if does and off else off
-        if own:
-            return own, off
-        return ("" if self.model == folder.name else self.model), ""
+        if self.off:
+            off = "speculation.mode is off"
+        elif self.reads and does and off:
+            off = f"{off}; the model's own head does"
+        name = self.model if self.reads else own
+        if not name:
+            # A model that drafts token by token tells nothing of itself before it drafts.
+            name, off = ("" if self.model == folder.name else self.model), off if self.off else ""
+        return name, off if name else ""
 
     @staticmethod
     def _own_head(folder: ModelFolder) -> str:

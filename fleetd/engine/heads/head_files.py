@@ -13,10 +13,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from fleetd.engine.heads.mtp_head import MtpHead
+from fleetd.engine.layers.stage import Stage, architecture_for
 from fleetd.errors import ModelUnsupported
-from fleetd.models.heads import FAMILIES, LAYER, MODULES, HeadNames, sidecar
+from fleetd.models.heads import FAMILIES, LAYER, LAYERS, MODULES, HeadNames, sidecar
 from fleetd.models.safetensors_header import read_header
 from fleetd.models.weights import weight_files
 
@@ -45,7 +47,7 @@ def read_head(folder: Path, model: Any) -> MtpHead | None:
     for family in FAMILIES:
         prefix = family.begins(len(model.layers))
         tensors = {prefix.sub("", name, 1): array for name, array in _tensors(files, prefix)}
-        if any(name.startswith(tuple(family.modules)) for name in tensors):
+        if any(family.module_of(name) for name in tensors):
             try:
                 return _made(model, family, tensors, None if beside is not None else _convolution(files))
             except (KeyError, TypeError, ValueError) as error:
@@ -58,16 +60,19 @@ def read_head(folder: Path, model: Any) -> MtpHead | None:
 def read_lone_head(folder: Path, model: Any) -> MtpHead:
     """The head that is all of a folder's weights, read by ``read_drafter``; raises as that.
 
-    Its tensors have Qwen's names, with or without ``mtp.``. Some of those who took them out of a publisher's
-    files left the norms less by one, as they are there; others did not. The norms themselves tell.
+    Its tensors have their publisher's names, with or without ``mtp.``; those of other publishers than
+    Nemotron-H's have Qwen's. Some of those who took them out of a publisher's files left the norms less by
+    one, as they are there; others did not. The norms themselves tell.
     """
     found = dict(_tensors(weight_files(folder), re.compile("")))
     tensors = {name.removeprefix("mtp."): array for name, array in found.items()}
+    several = (family for family in FAMILIES if family.several and any(map(family.module_of, tensors)))
+    family = next(several, FAMILIES[0])
     norms = [array for name, array in tensors.items() if array.ndim == 1 and "norm" in name]
     if not norms:
         raise ValueError("it has no norms")
     raw = float(mx.mean(mx.concatenate([norm.astype(mx.float32) for norm in norms]))) < _RAW_NORM
-    return _made(model, FAMILIES[0], tensors, mx.zeros(_RAW_CONVOLUTION) if raw else None)
+    return _made(model, family, tensors, mx.zeros(_RAW_CONVOLUTION) if raw else None)
 
 
 def _made(model: Any, family: HeadNames, tensors: dict[str, mx.array], witness: mx.array | None) -> MtpHead:
@@ -77,7 +82,8 @@ def _made(model: Any, family: HeadNames, tensors: dict[str, mx.array], witness: 
         weights = {
             name: _swapped(array) if name.startswith("fc.") else array for name, array in weights.items()
         }
-    head = MtpHead(model, draft_tokens, feeds_normed=family.feeds_normed)
+    layers = _like(Stage.of(model), weights) if family.several else None
+    head = MtpHead(model, draft_tokens, feeds_normed=family.feeds_normed, layers=layers)
     nn.quantize(head, class_predicate=lambda name, module: packing(name, module, weights))
     own = {name: array for name, array in weights.items() if not name.startswith("lm_head.")}
     rows = [(f"lm_head.{name}", array) for name, array in head.get("lm_head", {}).items()]
@@ -102,34 +108,54 @@ def _named(family: HeadNames, tensors: Mapping[str, mx.array]) -> dict[str, mx.a
     """The tensors under the names that ``MtpHead`` has for them."""
     named = {}
     for name, array in tensors.items():
-        module, _, part = name.rpartition(".")
-        if module in family.modules:
-            named[f"{family.modules[module]}.{part}"] = array
-        elif name.startswith(family.layer) and not name.startswith(_COPIES):
-            named[LAYER + name.removeprefix(family.layer)] = array
+        if (module := family.module_of(name)) is not None:
+            named[f"{module}.{name.rpartition('.')[2]}"] = array
+        elif not name.startswith(_COPIES) and (part := family.layer_part(name)) is not None:
+            named[part] = array
     return named
+
+
+def _like(stage: Stage, weights: Mapping[str, mx.array]) -> list[int]:
+    """The model's last layer with the same modules, for each of a head's layers.
+
+    Raises ValueError if there is none.
+    """
+    theirs: dict[int, set[str]] = {}
+    for name in weights:
+        if name.startswith(LAYERS):
+            number, _, part = name.removeprefix(LAYERS).partition(".")
+            theirs.setdefault(int(number), set()).add(part.rpartition(".")[0])
+    own = [
+        {name.rpartition(".")[0] for name, _ in tree_flatten(layer.parameters())}
+        for layer in stage.weights.layers
+    ]
+    if sorted(theirs) != [*range(len(theirs))] or not all(modules in own for modules in theirs.values()):
+        raise ValueError("its layers are not of kinds that the model has")
+    return [max(i for i, modules in enumerate(own) if modules == theirs[number]) for number in sorted(theirs)]
 
 
 def _as_mlx_has_it(
     model: Any, named: Mapping[str, mx.array], witness: mx.array | None
 ) -> dict[str, mx.array]:
-    """What mlx-lm makes of a publisher's tensors, by the model's own ``sanitize``: as if the head's layer
-    were its first one, and the head's norms were such a layer's."""
+    """What mlx-lm makes of a publisher's tensors, by the model's own ``sanitize``: as if the head's layers
+    were its first ones, and the head's norms were such a layer's."""
     if not hasattr(model, "sanitize"):
         return dict(named)
+    # Text models within others keep the name of their body.
+    body = architecture_for(model).body.rpartition(".")[2] or "model"
     aliases, rest = {}, {}
     for name, array in named.items():
         module, _, part = name.partition(".")
-        if name.startswith(LAYER):
-            aliases[f"model.{name}"] = array
+        if name.startswith(LAYERS):
+            aliases[f"{body}.{name}"] = array
         elif "norm" in module and part == "weight":
-            aliases[f"model.{LAYER}{module}{_NORM_SUFFIX}"] = array
+            aliases[f"{body}.{LAYER}{module}{_NORM_SUFFIX}"] = array
         else:
             rest[name] = array
     if witness is not None:
-        aliases[f"model.{LAYER}conv1d.weight"] = witness
+        aliases[f"{body}.{LAYER}conv1d.weight"] = witness
     for name, array in model.sanitize(aliases).items():
-        place = name[name.index(LAYER) :]
+        place = name[name.index(LAYERS) :]
         if place == f"{LAYER}conv1d.weight":
             continue
         short = place.removeprefix(LAYER).removesuffix(_NORM_SUFFIX)

@@ -1,16 +1,18 @@
-"""The module of an MTP head (multi-token prediction): one more layer of a model, which guesses a token ahead.
+"""The module of an MTP head (multi-token prediction): a layer or two more, which guess a token ahead.
 
     hidden state of token i, after the model's last norm ── pre_fc_norm_hidden ──┐
-    token i+1 ── the model's embedding ── pre_fc_norm_embedding ─────────────────┴ fc ─ a layer ─ norm ─ head
-                                                                                                  token i+2
+    token i+1 ── the model's embedding ── pre_fc_norm_embedding ─────────────────┴ fc ─ layers ─ norm ─ head
+                                                                                                 token i+2
 
-The layer is of the model's own class, and embedding and output head are the model's. So one module serves all
-families; how they name its parts, and what else differs, is a table in ``head_files``.
+The layers are of the model's own classes, and embedding and output head are the model's. So one module serves
+all families; how they name its parts, and what else differs, is a table in ``fleetd.models.heads``.
 
 References, read for what goes in and what is fed back: vLLM's ``qwen3_next_mtp.py`` (embedding before hidden
 state in ``fc``; later steps are fed what ``norm`` gave), ``deepseek_mtp.py`` (the same order; later steps are
-fed what the layer gave, and ``shared_head.norm`` stands before the head only) and ``mimo_mtp.py`` (hidden
-state before embedding). In all three the first hidden state is the model's output behind its last norm.
+fed what the layer gave, and ``shared_head.norm`` stands before the head only), ``mimo_mtp.py`` (hidden
+state before embedding) and ``nemotron_h_mtp.py`` (a layer that attends and one of experts; later steps are
+fed what ``final_layernorm`` gave). In all of them the first hidden state is the model's output behind its
+last norm.
 
 In shapes B is the batch, T the tokens, D the width of a hidden state, V the vocabulary.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -38,24 +41,31 @@ class MtpHead(nn.Module):  # type: ignore[misc]
     Args:
         draft_tokens: int32 (Vd,), the only ids that it guesses; None for all. Their rows of the model's
             output head are then its own.
-        feeds_normed: later steps are fed what ``norm`` gave, not what the layer gave.
+        feeds_normed: later steps are fed what ``norm`` gave, not what the last layer gave.
+        layers: for each of its layers one of the model's that is of the same kind; None for one layer like
+            the model's last that keeps plain rows.
 
     Raises:
         ValueError: ``draft_tokens`` are no token ids of the model.
-        ModelUnsupported: the model's layers cannot be called apart, or none of them keeps plain rows.
+        ModelUnsupported: the model's layers cannot be called apart, or none of ``layers`` keeps plain rows,
+            or one keeps something else.
     """
 
     def __init__(
-        self, model: Any, draft_tokens: mx.array | None = None, *, feeds_normed: bool = True
+        self,
+        model: Any,
+        draft_tokens: mx.array | None = None,
+        *,
+        feeds_normed: bool = True,
+        layers: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         stage = Stage.of(model)
-        index = _attending(stage)
-        layer, width = stage.weights.layers[index], stage.hidden_width
+        indices, width = _attending(stage, layers), stage.hidden_width
         self.pre_fc_norm_embedding = copy.deepcopy(stage.weights.norm)
         self.pre_fc_norm_hidden = copy.deepcopy(stage.weights.norm)
         self.fc = nn.Linear(2 * width, width, bias=False)
-        self.layers = [_like(layer, stage.args, index)]
+        self.layers = [_like(stage.weights.layers[index], stage.args, index) for index in indices]
         self.norm = copy.deepcopy(stage.weights.norm)
         self.feeds_normed = feeds_normed
         # MLX takes what begins with "_" for no parameter.
@@ -63,9 +73,8 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         if draft_tokens is not None:
             _check_ids(draft_tokens, min(_output_head(stage).weight.shape[0], _table_rows(stage)))
             self.lm_head = _rows_of(_output_head(stage), draft_tokens)
-        own = nn.Module()
-        own.layers = self.layers
-        self._target = _Target(stage, replace(stage.part(index, index + 1), weights=own))
+        blocks = (_block(stage, *each) for each in zip(indices, self.layers, strict=True))
+        self._target = _Target(stage, tuple(blocks))
 
     def attach(self, ends: Stage) -> None:
         """Use the embedding, last norm and head of ``ends``, a stage of the model that has both of its ends:
@@ -73,8 +82,9 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         self._target = replace(self._target, stage=ends)
 
     def make_cache(self) -> list[Any]:
-        """An empty cache for its layer."""
-        return self._target.block.make_caches()
+        """Empty caches for those of its layers that keep something."""
+        made = (cache for block in self._target.blocks for cache in block.make_caches())
+        return [cache for cache in made if cache is not None]
 
     def normed(self, states: mx.array) -> mx.array:
         """Hidden states as the model's last layer gives them, (…, D), as ``__call__`` takes them."""
@@ -82,16 +92,20 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         return hidden
 
     def __call__(self, tokens: mx.array, hidden: mx.array, cache: list[Any] | None = None) -> mx.array:
-        """What its layer gives for each token, (B, T, D).
+        """What its last layer gives for each token, (B, T, D).
 
         Args:
             tokens: (B, T), each the token after the one that ``hidden`` belongs to.
             hidden: (B, T, D), behind the model's last norm, or what ``fed_back`` gives.
-            cache: what its layer keeps of earlier rows; None if there are none, as in training.
+            cache: what its layers keep of earlier rows; None if there are none, as in training.
         """
         embedded = self.pre_fc_norm_embedding(self._target.stage.embed(tokens))
         both = mx.concatenate([embedded, self.pre_fc_norm_hidden(hidden).astype(embedded.dtype)], axis=-1)
-        return self._target.block.run(self.fc(both), self.make_cache() if cache is None else cache)
+        left = iter(self.make_cache() if cache is None else cache)
+        state: mx.array = self.fc(both)
+        for block in self._target.blocks:
+            state = block.run(state, [None if empty is None else next(left) for empty in block.empty])
+        return state
 
     def logits(self, given: mx.array) -> mx.array:
         """What ``__call__`` gave, (…, D), as logits: (…, Vd), or (…, V) if it guesses among all tokens.
@@ -132,22 +146,42 @@ class MtpHead(nn.Module):  # type: ignore[misc]
 
 
 class _Target(msgspec.Struct, frozen=True):
-    """What a head uses of its model: all of it, and a stage of the head's one layer, called as the model
-    calls its own. MLX takes no struct for a parameter."""
+    """What a head uses of its model: all of it, and a stage for each of the head's layers, called as the
+    model calls its own. MLX takes no struct for a parameter."""
 
     stage: Stage
-    block: Stage
+    blocks: tuple[Stage, ...]
 
 
-def _attending(stage: Stage) -> int:
-    """The last layer that keeps plain rows of all tokens; raises ModelUnsupported if there is none."""
+def _block(stage: Stage, index: int, layer: Any) -> Stage:
+    """A stage of ``layer``, which is called as the model's at ``index``."""
+    own = nn.Module()
+    own.layers = [layer]
+    return replace(stage.part(index, index + 1), weights=own)
+
+
+def _attending(stage: Stage, layers: Sequence[int] | None) -> list[int]:
+    """``layers`` as they are, or the last one that keeps plain rows of all tokens.
+
+    Raises ModelUnsupported if none of them does, or one keeps something else.
+    """
     if stage.architecture.call or stage.architecture.between:
         raise ModelUnsupported("Its layers need more than a hidden state, a mask and a cache.")
-    for index in reversed(range(stage.total)):
-        empty = stage.empty[index]
-        if empty is not None and kind_of(empty).has_rows(empty) and kind_of(empty).window(empty) is None:
-            return index
-    raise ModelUnsupported("None of its layers keeps a row of each token.")
+    plain = [index for index in range(stage.total) if _keeps_plain_rows(stage.empty[index])]
+    if layers is None:
+        layers = plain[-1:]
+    if not any(index in plain for index in layers):
+        raise ModelUnsupported("None of its layers keeps a row of each token.")
+    if any(index not in plain and stage.empty[index] is not None for index in layers):
+        raise ModelUnsupported("A layer of the head keeps something else than a row of each token.")
+    return [*layers]
+
+
+def _keeps_plain_rows(empty: Any) -> bool:
+    if empty is None:
+        return False
+    kind = kind_of(empty)
+    return kind.has_rows(empty) and kind.window(empty) is None
 
 
 def _like(layer: Any, args: Any, index: int) -> Any:
@@ -158,6 +192,8 @@ def _like(layer: Any, args: Any, index: int) -> Any:
             given[name] = args
         elif name in ("layer_idx", "idx"):
             given[name] = index
+        elif name == "block_type":
+            given[name] = layer.block_type
         elif parameter.default is inspect.Parameter.empty:
             raise ModelUnsupported(
                 f"A {type(layer).__name__} is made with a {name}, which is not known here."

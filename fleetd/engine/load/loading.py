@@ -92,8 +92,10 @@ class MemoryShares(msgspec.Struct, frozen=True):
         while."""
         left = max(0, room.usable_bytes - weights - WORKING_BYTES)
         if settings.group:
-            # Other machines have room for the rows of so many tokens.
-            left = min(left, sizes.of(settings.group_tokens))
+            # Other machines have room for the rows of so many tokens. What a sequence keeps besides is this
+            # machine's own: for all that run, and as often in kept prompts.
+            tokens, sequences = settings.group_tokens, 2 * settings.max_streams
+            left = min(left, tokens * sizes.token_bytes + sequences * sizes.whole(tokens))
         # However much the owner gives to old prompts, new ones get the part that old ones have otherwise.
         most = left - int(left * limits.PREFIX_SHARE)
         prefix = min(settings.prefix_cache_bytes, most) or int(left * limits.PREFIX_SHARE)

@@ -185,8 +185,10 @@ function listed(names, word = "and") {
 }
 
 function drafter({ drafter, drafter_off }) {
-  const said = { head: "drafts with its own head", sidecar: "drafts with a head beside it" }[drafter] || (drafter && `${drafter} drafts for it`);
-  return said && drafter_off ? `its head does not draft: ${drafter_off}` : said;
+  const own = { head: "its own head", sidecar: "a head beside it" }[drafter];
+  if (!drafter) return "";
+  if (drafter_off) return `${own ? "its head" : drafter} does not draft: ${drafter_off}`;
+  return own ? `drafts with ${own}` : `${drafter} drafts for it`;
 }
 
 function tools(model) {
