@@ -126,7 +126,7 @@ class TextScorer:
         kept = {layer: score_guests._key_heads(tap, layer, heads) for layer, _ in heads}
         first = laid[0].passes[index]
         end = first.own + first.count
-        shared = AttentionPass(tap, first, kept, self._profile.rotated)
+        shared = AttentionPass(tap, first, kept)
         while shared.done < end:
             shared.step(min(_CHUNK_TOKENS, end - shared.done))
         caches = shared._caches
@@ -134,7 +134,7 @@ class TextScorer:
             work = layout.passes[index]
             if work.tokens[:end] != first.tokens[:end]:
                 raise ValueError("the passes of two questions begin differently")
-            one = AttentionPass(tap, work, kept, self._profile.rotated, done=end)
+            one = AttentionPass(tap, work, kept, done=end)
             one._stage, one._caches = shared._stage, list(caches)
             one._keys = {layer: list(rows) for layer, rows in shared._keys.items()}
             one._queries = {}

@@ -113,10 +113,9 @@ its thirds by place in the text, and what others keep in the same room: *BM25* b
 *passes*: in how many pieces the scorer read the text.
 
 Where much is lost, and why. Questions that share no word with their facts, and descriptions of bugs, leave
-only attention to find the place; a scorer of this size knows few other words for a thing, and its attention
-falls with the distance from the question: see the thirds. Of two hops and of variables that
-are passed on, attention finds what the question names; the next steps are found by names that lead from
-sentence to sentence, and have half of the room."""
+only attention to find the place, and a scorer of this size knows few other words for a thing. Of two hops
+and of variables that are passed on, attention finds what the question names; the next steps are found by
+names that lead from sentence to sentence, and have half of the room."""
 
 
 _UNASKED = """\

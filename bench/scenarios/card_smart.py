@@ -99,7 +99,7 @@ def _profile() -> Profile:
     layers, heads = int(shape.config["num_hidden_layers"]), int(shape.config["num_attention_heads"])
     last = max(1, round(EXIT_SHARE * layers))
     asked = sorted({(last * (i + 1) // 4 - 1, i % heads) for i in range(4) if last * (i + 1) // 4 >= 1})
-    return Profile(asked, last, rotated=True, layers=layers)
+    return Profile(asked, last, layers=layers)
 
 
 def _ask(daemon: Daemon, model: str, seed: int, count: int, *, smart: bool) -> Answered:

@@ -20,7 +20,7 @@ _ORDERS = {1: 1.0, 2: 1.0, 4: 2.0}
 # BM25's usual constants; length counts little, as units are of a size.
 _K1, _B = 1.2, 0.3
 # What leads on stands in few units, one of which the question names; or in one that was led to, and so on.
-_HOPS, _HOP_UNITS, _HOP_DF, _HOP_WEIGHT = 3, 3, 4, 0.4
+_HOPS, _HOP_UNITS, _HOP_DF, _HOP_WEIGHT = 3, 8, 4, 0.4
 _QUESTION_WORDS = 400
 _STOP_WORDS = """
     a an and are as at be been but by can could did do does for from had has have he her his how i

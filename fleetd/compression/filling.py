@@ -17,12 +17,10 @@ from fleetd.compression.words import Range
 MARKER_TOKENS = 9
 # Of a budget, for such lines; still more of them, as in a talk of many short messages, go over it.
 _MARKED = 0.33
-# Shorter gaps are closed first of all: they are hardly worth their line.
-_GAP_TOKENS = 12
 # More than this has only a piece that could not be cut.
 _LONG_TOKENS = 256
-# Of the free budget; the rest is for the neighbours of the best pieces, which are this share.
-_BY_SCORE, _NEIGHBOURED = 0.8, 0.1
+# After so many pieces come the neighbours of one, the best first: what is said beside a fact may be part of it.
+_NEIGHBOURED = 8
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -62,9 +60,6 @@ class KeptPieces:
         """True if a piece fits into ``room`` together with the markers, which may take a share of it."""
         tokens, gaps = self._with(piece)
         return tokens + min(self._marker * gaps, _MARKED * room) <= room
-
-    def used(self, room: float) -> float:
-        return self.tokens + min(self._marker * self._gaps, _MARKED * room)
 
     def add(self, piece: Piece) -> None:
         self.tokens, self._gaps = self._with(piece)
@@ -121,22 +116,20 @@ class KeptPieces:
 def fill(
     kept: KeptPieces, order: Sequence[Piece], room: int, *, least: int = 0, strict: bool = False
 ) -> None:
-    """Add pieces in ``order`` while they fit, and what belongs to the best of them.
+    """Add pieces in ``order``, and now and then neighbours of the best of them, if they fit.
+
+    A larger room leaves out what a smaller one has only for something that goes before it and did not fit.
 
     The very first is added even where what is always kept leaves no room: there is no point in all the rest
     without it. Not if ``strict``, nor if it is a line as long as a text. At least ``least`` tokens are kept,
     as far as pieces have them.
     """
-    first = [] if strict else [piece for piece in order[:1] if piece.tokens <= max(room, _LONG_TOKENS)]
-    for piece in first:
-        kept.add(piece)
-    used = kept.used(room)
-    taken = [*first, *_take(kept, order, used + _BY_SCORE * (room - used))]
-    best = taken[: max(1, int(_NEIGHBOURED * len(taken)))]
-    _take(kept, [beside for piece in best for beside in kept.beside(piece)], room)
-    _close(kept, room)
-    _take(kept, order, room)
-    _close(kept, room)
+    order = [piece for piece in order if piece.index not in kept.indexes]
+    if order and not strict and order[0].tokens <= max(room, _LONG_TOKENS):
+        kept.add(order[0])
+    for piece in _with_neighbours(kept, order):
+        if piece.index not in kept.indexes and kept.fits(piece, room):
+            kept.add(piece)
     for piece in order:
         if kept.tokens >= least:
             break
@@ -145,17 +138,8 @@ def fill(
     kept.close_for_nothing()
 
 
-def _close(kept: KeptPieces, room: int) -> None:
-    """Keep small gaps while there is room."""
-    for run in list(kept.gaps()):
-        if sum(piece.tokens for piece in run) <= _GAP_TOKENS:
-            _take(kept, run, room)
-
-
-def _take(kept: KeptPieces, order: Sequence[Piece], room: float) -> list[Piece]:
-    taken = []
-    for piece in order:
-        if piece.index not in kept.indexes and kept.fits(piece, room):
-            kept.add(piece)
-            taken.append(piece)
-    return taken
+def _with_neighbours(kept: KeptPieces, order: Sequence[Piece]) -> Iterator[Piece]:
+    for number, piece in enumerate(order, 1):
+        yield piece
+        if number % _NEIGHBOURED == 0:
+            yield from kept.beside(order[number // _NEIGHBOURED - 1])

@@ -11,7 +11,8 @@ call it in a thread.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,14 +28,15 @@ from fleetd.compression.history import Aged
 from fleetd.compression.pins import pins
 from fleetd.compression.policy import SmartPrefillPolicy, wanted_ratio
 from fleetd.compression.selection import Selection, by_block, everything, holes
-from fleetd.compression.text_units import MOST_CHARS, units
+from fleetd.compression.text_units import units
 from fleetd.compression.words import Range, estimate_tokens
 
 if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores
     from fleetd.compression.token_scores import TokenScores
 
-# Units are so small that a budget holds about this many beside what is pinned.
-_UNITS_IN_BUDGET, _LEAST_CHARS = 16, 64
+# Longest unit of several sentences or lines, in characters: about a sentence, whatever the budget. Longer ones
+# bring more of what nobody asked for, and a unit that differs with the budget has another rank in each.
+_UNIT_CHARS = 64
 _USUAL_RATIO = 0.2
 # Of a frame's text, what is read: its beginning tells whose it is.
 _FRAME_CHARS = 200
@@ -115,17 +117,22 @@ def select(
     kept = _pinned(document, policy, pieces, tokens)
     if reason := _always_whole(document, policy, kept.tokens, tokens):
         return decline(reason)
-    free = [piece for piece in pieces if piece.index not in kept.indexes and not piece.unit.is_frame]
-    costs = [piece.tokens for piece in free]
-    attention = None if scores is None else [_attention(piece, pieces, meter) for piece in free]
+    # What is kept of any document, as it asks or ends it, is not ranked; what is kept of this one because
+    # there is room for it, is: ranks are the same for each budget.
+    always = {piece.index for piece in _touched(pieces, pins(document, 0))}
+    ranked = [piece for piece in pieces if piece.index not in always and not piece.unit.is_frame]
+    attention = None if scores is None else _attention(ranked, pieces, meter)
     asked = "" if policy.without_question else document.question
-    by_words = relevance(asked, [_context(piece, pieces, document.text) for piece in free])
+    by_words = relevance(asked, [_context(piece, pieces, document.text) for piece in ranked])
     if attention is None and by_words and max(by_words) <= 0:
         return decline("no word of the question stands in the text, and nothing was scored")
     bounded = _left(policy, old)
     at_least = 0.0 if attention is None or policy.without_question else least_share(attention, by_words)
-    room = budget(bounded, tokens, kept.tokens, costs, attention, at_least)
-    order = _order(free, attention, by_words, weights)
+    free = [i for i, piece in enumerate(ranked) if piece.index not in kept.indexes]
+    costs = [ranked[i].tokens for i in free]
+    massive = None if attention is None else [attention[i] for i in free]
+    room = budget(bounded, tokens, kept.tokens, costs, massive, at_least)
+    order = _order(ranked, attention, by_words, weights)
     fill(kept, order, room, least=bounded.min_keep_tokens, strict=policy.max_keep_tokens > 0)
     if kept.length > _NEARLY_ALL * tokens:
         return decline(f"{kept.tokens} of {tokens} tokens matter, and what is left out would be marked")
@@ -160,30 +167,46 @@ def _context(piece: Piece, pieces: Sequence[Piece], text: str) -> str:
     return f"{around}\n{text[slice(*piece.span)]}"
 
 
-def _attention(piece: Piece, pieces: Sequence[Piece], meter: _Meter) -> float:
-    """The piece's attention, or half of its frames' if that is more."""
-    around = max((meter.attention(pieces[i].span) for i in piece.frames), default=0.0)
-    return max(meter.attention(piece.span), 0.5 * around)
+def _attention(ranked: Sequence[Piece], pieces: Sequence[Piece], meter: _Meter) -> list[float]:
+    """Each piece's attention, and its part of what its frames have.
+
+    A frame is kept with any of its pieces, so its attention is divided among them: that of a function's name
+    says much about the two statements in it, and that of a table's header little about each of its rows.
+    """
+    framed = Counter(i for piece in ranked for i in piece.frames)
+    around = {i: meter.attention(pieces[i].span) / many for i, many in framed.items()}
+    return [
+        meter.attention(piece.span) + max((around[i] for i in piece.frames), default=0.0) for piece in ranked
+    ]
 
 
 def _order(
-    free: Sequence[Piece],
+    ranked: Sequence[Piece],
     attention: Sequence[float] | None,
     by_words: Sequence[float],
     weights: Weights,
 ) -> list[Piece]:
-    """Pieces that may be dropped, the best first."""
+    """The pieces, the best first."""
     worth = [weights.words * rank for rank in _ranked(by_words, weights.half)]
     if attention is not None:
         ranks = _ranked(attention, weights.half)
         worth = [w + weights.attention * rank for w, rank in zip(worth, ranks, strict=True)]
-    return [free[i] for i in sorted(range(len(free)), key=lambda i: (-worth[i], i))]
+    return [ranked[i] for i in sorted(range(len(ranked)), key=lambda i: (-worth[i], i))]
 
 
 def _ranked(values: Sequence[float], half: float) -> list[float]:
-    """1 for the best, falling with the rank; equal values have equal ranks, and 0 is worth nothing."""
+    """1 for the best, falling with the rank; equal values share the mean of their ranks, and 0 is worth
+    nothing.
+
+    The mean, because equal values tell nothing about each other. All rows of a table have the attention that
+    its header gets: if each had the best of their ranks, all would go before what the question names.
+    """
     descending = sorted(-value for value in values if value > 0)
-    return [half / (half + bisect_left(descending, -value)) if value > 0 else 0.0 for value in values]
+
+    def rank(value: float) -> float:
+        return (bisect_left(descending, -value) + bisect_right(descending, -value) - 1) / 2
+
+    return [half / (half + rank(value)) if value > 0 else 0.0 for value in values]
 
 
 # ---- Pieces --------------------------------------------------------------------------------------------
@@ -216,14 +239,12 @@ class _Meter:
 def _pieces(
     document: Document, policy: SmartPrefillPolicy, meter: _Meter, aged: Mapping[int, Sequence[Range]]
 ) -> list[Piece]:
-    tokens = sum(estimate_tokens(b.text) for i, b in enumerate(document.blocks) if i not in aged)
-    most = _unit_chars(policy, tokens)
     found: list[Piece] = []
     for index, block in enumerate(document.blocks):
         if index in aged:
             continue
         first = len(found)
-        for unit in units(block.text, most, boundaries=policy.preserve_boundaries):
+        for unit in units(block.text, _UNIT_CHARS, boundaries=policy.preserve_boundaries):
             span = document.flat(index, (unit.start, unit.end))
             frames = tuple(first + frame for frame in unit.frames)
             found.append(Piece(len(found), index, unit, span, meter.tokens(span), frames))
@@ -234,11 +255,6 @@ def _left(policy: SmartPrefillPolicy, old: int) -> SmartPrefillPolicy:
     """The policy, its bounds of the whole prompt reduced by what earlier turns kept."""
     most = max(1, policy.max_keep_tokens - old) if policy.max_keep_tokens else 0
     return replace(policy, min_keep_tokens=max(0, policy.min_keep_tokens - old), max_keep_tokens=most)
-
-
-def _unit_chars(policy: SmartPrefillPolicy, tokens: int) -> int:
-    """Longest unit in characters: small for a small budget, so that no unit uses it up."""
-    return min(MOST_CHARS, max(_LEAST_CHARS, int(4 * _about(policy, tokens) / _UNITS_IN_BUDGET)))
 
 
 def _about(policy: SmartPrefillPolicy, tokens: int) -> float:

@@ -252,16 +252,14 @@ class ServeStage(msgspec.Struct, frozen=True, tag=True):
 
 class Profile(msgspec.Struct, frozen=True):
     """Which heads of a model find what a question asks for, as (layer, query head), ascending, and how many
-    of its ``layers`` (0 if that is not told) are run to ask them. ``rotated``: queries and keys are compared
-    as they are after RoPE, which prefers what is near, and not as they are before it. ``recall``: the share
-    of the answers in made-up texts that they found among a tenth of the tokens; 0 if that is not told.
+    of its ``layers`` (0 if that is not told) are run to ask them. ``recall``: the share of the answers in made-up texts that
+    they found among a tenth of the tokens; 0 if that is not told.
 
     It belongs to a model's weights (its digest): scores merge only where the same profile gave them.
     """
 
     heads: Annotated[list[tuple[Natural, Natural]], Meta(min_length=1, max_length=limits.SCORE_HEADS)]
     exit_layer: Natural
-    rotated: bool = False
     layers: Natural = 0
     recall: Share = 0.0
 

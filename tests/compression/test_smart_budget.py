@@ -54,16 +54,16 @@ def test_a_piece_that_stands_alone_costs_its_gap() -> None:
     found = pieces(10)
     kept = KeptPieces(found, marker=9)
     # One gap at first: a piece at the edge leaves one, one in the middle makes two.
-    assert kept.used(1000) == 9
+    assert kept.length == 9
     kept.add(found[0])
-    assert kept.used(1000) == 20 + 9
+    assert kept.length == 20 + 9
     kept.add(found[5])
-    assert kept.used(1000) == 40 + 18
+    assert kept.length == 40 + 18
     kept.add(found[6])
-    assert kept.used(1000) == 60 + 18
+    assert kept.length == 60 + 18
     for piece in found:
         kept.add(piece)
-    assert kept.used(1000) == 200
+    assert kept.length == 200
     assert kept.tokens == 200
 
 
@@ -86,6 +86,41 @@ def test_no_more_than_the_room_but_for_the_best(order: list[int], room: int, mar
     assert kept.tokens <= max(room, 20 * len(best))
     for index in kept.indexes:
         assert set(found[index].frames) <= kept.indexes
+
+
+@given(st.permutations(range(24)), st.integers(0, 600), st.integers(0, 600), st.sampled_from([0, 9]))
+def test_a_larger_room_keeps_what_a_smaller_one_keeps(
+    order: list[int], room: int, larger: int, marker: int
+) -> None:
+    found = pieces(8, 8, 8)
+    kept = []
+    for tokens in sorted((room, larger)):
+        kept.append(KeptPieces(found, marker))
+        fill(kept[-1], [found[i] for i in order], tokens)
+    assert kept[0].indexes <= kept[1].indexes
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=2, max_size=24),
+    st.integers(0, 900),
+    st.integers(0, 900),
+    st.sampled_from([0, 9]),
+)
+def test_a_larger_room_leaves_out_only_what_gave_way_to_something_better(
+    sizes: list[int], room: int, larger: int, marker: int
+) -> None:
+    """A long piece that fits only into the larger room takes the place of short ones behind it."""
+    found = [
+        replace(piece, tokens=size) for piece, size in zip(pieces(*[1] * len(sizes)), sizes, strict=True)
+    ]
+    kept = []
+    for tokens in sorted((room, larger)):
+        kept.append(KeptPieces(found, marker))
+        fill(kept[-1], found, tokens)
+    differ = sorted(
+        i for i in kept[0].indexes ^ kept[1].indexes if sizes[i] > marker or i in kept[1].indexes
+    )
+    assert not differ or differ[0] in kept[1].indexes
 
 
 def test_a_line_as_long_as_a_text_does_not_use_up_a_small_budget() -> None:

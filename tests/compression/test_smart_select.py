@@ -237,6 +237,33 @@ def test_a_table_at_the_beginning_does_not_take_the_room_of_an_answer_behind_it(
     assert '"person 31", "locker": 7031' in kept
 
 
+@pytest.mark.parametrize("ratio", [0.05, 0.1, 0.3])
+def test_rows_that_share_a_header_do_not_go_before_what_the_question_names(ratio: float) -> None:
+    """All rows have their header's attention; there are more of them than a budget holds."""
+    rows = "\n".join(f"| visitor {i} | Thornton | {1000 + i} |" for i in range(200))
+    records = ",\n".join(f'{{"person": "person {i}", "locker": {7000 + i}}}' for i in range(200))
+    text = f"| Visitor | Town | Locker |\n|---|---|---|\n{rows}\n\n```json\n[\n{records}\n]\n```"
+    document = Document.of_text(f"{haystack(1, 4)}\n\n{text}\n\nWhat is the locker of person 31?")
+    attention = scores(document, [place(document, "| Visitor | Town | Locker |")])
+    kept = kept_text(document, select(document, attention, policy(ratio)).kept)
+    assert '"person 31", "locker": 7031' in kept
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_larger_share_keeps_what_a_smaller_one_keeps(seed: int) -> None:
+    facts = [f"Door {i} of the harbour office has the colour {seed + i}." for i in range(12)]
+    text = "\n\n".join(f"{haystack(9 * seed + i + 1, 5)} {fact}" for i, fact in enumerate(facts))
+    document = Document.of_text(f"{text}\n\nWhich colours are in use where the ships are?")
+    found = scores(document, [place(document, fact) for fact in facts])
+    before: set[int] = set()
+    for ratio in (0.05, 0.1, 0.2, 0.3, 0.5):
+        selection = select(document, found, policy(ratio))
+        kept = {at for start, end in selection.kept[0] for at in range(start, end)}
+        assert before <= kept
+        before = kept
+    assert all(fact in kept_text(document, selection.kept) for fact in facts)
+
+
 def test_a_name_leads_on_whose_words_are_both_frequent() -> None:
     first, second = "The bell tower is looked after by Irene Walnut.", "Irene Walnut has 61862 on the door."
     others = [

@@ -83,7 +83,7 @@ COMMANDS: list[Any] = [
     ),
     Generate("c", TokenPrompt([0, 1, (1 << 31) - 1])),
     Generate("d", TextPrompt("text"), keep=Keep({0: [(0, 2), (3, 4)]})),
-    Score("e", "text", [(0, 2)], (1, 3), 4, Profile([(0, 1)], 3, True)),
+    Score("e", "text", [(0, 2)], (1, 3), 4, Profile([(0, 1)], 3)),
     DraftFor("f", 3),
     EmbedTexts("g", ["text", [3, 4]], "query", 2, "find it", truncate=True, background=True),
     RerankTexts("h", "query", ["hé", ""]),

@@ -123,7 +123,7 @@ class CountedPool(ScoringPool):
                 yield step
 
 
-LONG_PROFILE = Profile([(0, 0)], 16, True, 30)
+LONG_PROFILE = Profile([(0, 0)], 16, 30)
 
 
 @pytest.mark.parametrize("tokens_per_estimated", [1.0, 0.7, 1.5])

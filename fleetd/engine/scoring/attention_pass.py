@@ -1,7 +1,7 @@
 """A pass over some of a model's layers that reads their queries and keys, chunk by chunk.
 
 The layers are mlx-lm's own, run by ``stage.Stage``; the wrapper around each rope (``rope.PosRoPE``) shows
-what is rotated, after the model's own norms and before or after the rotation. Nothing is known here of an
+what is rotated, after the model's own norms and before the rotation. Nothing is known here of an
 architecture but what a look shows: layers whose keys are not seen, or seen in part only, cannot be used. What
 lies between those that can, windows and running states, is computed as in any prefill.
 
@@ -28,6 +28,10 @@ from fleetd.engine.sequence_state.parts import arrays
 from fleetd.engine.sparse_prefill.rope import PosRoPE, install, watched
 from fleetd.errors import ModelUnsupported
 
+# Tokens between each query and each key when they are compared. Attention prefers what is near, so a fact at
+# the front of a text would matter less than one beside the question, and cuts would change what matters.
+# Heads that find facts do so at any distance they were trained at; this one is within every model's context.
+DISTANCE = 512
 # How mlx-lm's attentions call what they multiply dot products by.
 _SCALES = ("scale", "sm_scale")
 
@@ -78,9 +82,16 @@ class AttentionTap(msgspec.Struct, frozen=True):
         first, second = pair
         return (second, first) if layer in self.keys_first else (first, second)
 
-    def rotated(self, layer: int, rows: F32, position: int) -> F32:
-        """Queries or keys (heads, T, D) as this layer rotates them at ``position`` and those after it."""
-        return np.array(self.ropes[layer](mx.array(rows)[None], offset=position)[0].astype(mx.float32))
+    def placed(self, layer: int, queries: F32, keys: F32) -> tuple[F32, F32]:
+        """Queries (heads, T, D) and keys as this layer rotates them, each query ``DISTANCE`` behind each key."""
+        return self._at(layer, queries, DISTANCE), self._at(layer, keys, 0)
+
+    def _at(self, layer: int, rows: F32, position: int) -> F32:
+        """Rows (heads, T, D) rotated as if all of their tokens stood at ``position``. Not for nothing at 0:
+        some ropes make vectors longer, too."""
+        tokens = mx.array(rows).transpose(1, 0, 2)[:, :, None]  # (T, heads, 1, D)
+        rotated = self.ropes[layer](tokens, offset=position)[:, :, 0].transpose(1, 0, 2)
+        return np.array(rotated.astype(mx.float32))
 
 
 class _Enough(Exception):
@@ -92,13 +103,12 @@ class AttentionPass:
     """One pass, begun. ``layers``: what of each is kept: which of its key heads.
 
     Afterwards ``keys[layer]`` (kept heads, scored tokens, D) and ``queries[layer]`` (all query heads, asking
-    tokens, D), f32, rotated or not.
+    tokens, D), f32, as they are before they are rotated.
     """
 
     tap: AttentionTap
     work: LayoutPass
     layers: Mapping[int, Sequence[int]]
-    rotated: bool
     done: int = 0
     keys: dict[int, F32] = field(default_factory=dict)
     queries: dict[int, F32] = field(default_factory=dict)
@@ -126,8 +136,8 @@ class AttentionPass:
     def _compute(self, stage: Stage, tokens: list[int]) -> None:
         seen: dict[int, list[mx.array]] = {}
 
-        def look(layer: int, before: mx.array, after: mx.array) -> None:
-            seen.setdefault(layer, []).append(after if self.rotated else before)
+        def look(layer: int, before: mx.array, _: mx.array) -> None:
+            seen.setdefault(layer, []).append(before)
             if layer == stage.last - 1 and len(seen[layer]) == 2:
                 raise _Enough
 

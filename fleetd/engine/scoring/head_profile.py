@@ -25,11 +25,6 @@ from fleetd.engine.scoring.needles import Needle, needles
 from fleetd.engine.scoring.scoring_layout import lay_out
 
 NEEDLES, SENTENCES = 12, 36
-# RoPE prefers what is near, and a made-up text is short: each is asked as it is, and once more with the
-# question rotated as if it stood this much further away, within half of the context.
-FAR_TOKENS = 4096
-# Queries and keys are compared as attention itself compares them.
-ROTATED = True
 # Layers that are tried: what is found in the last third would save little, and costs most to try.
 TRIED = 2 / 3
 # An answer is found if the middle one of its tokens is among this share of all tokens.
@@ -111,7 +106,6 @@ class Profiling:
     tap: AttentionTap
     tokenizer: Any
     context_tokens: int
-    rotated: bool = ROTATED
     tried: list[NeedleResult] = field(default_factory=list)
     _left: list[Needle] = field(default_factory=lambda: needles(NEEDLES, SENTENCES))
     _now: tuple[Any, AttentionPass] | None = None
@@ -136,27 +130,20 @@ class Profiling:
             # A context that is shorter than the text takes it in pieces: the one that matters is asked.
             work = next(each for each in laid.passes if answer[each.first :][: each.count].any())
             every = {layer: self.tap.key_heads(layer) for layer in self.layers}
-            attention = AttentionPass(self.tap, work, every, rotated=False)
+            attention = AttentionPass(self.tap, work, every)
             self._now = answer[work.first :][: work.count], attention
         answer, attention = self._now
         done = attention.step(chunk_tokens)
         if attention.finished:
             self._now = None
-            far = min(FAR_TOKENS, self.context_tokens // 2) if self.rotated else 0
-            for distance in sorted({0, far}):
-                self.tried.append(NeedleResult(self._attention(attention, distance), answer))
+            self.tried.append(NeedleResult(self._attention(attention), answer))
         return done
 
-    def _attention(self, attention: AttentionPass, distance: int) -> F32:
+    def _attention(self, attention: AttentionPass) -> F32:
         """(heads, N): of each head the mean of its two best queries' attention to each token."""
         found = []
-        work = attention.work
         for layer in self.layers:
-            queries, keys = attention.queries[layer], attention.keys[layer]
-            if self.rotated:
-                asking_from = len(work.tokens) - work.asking + distance
-                queries = self.tap.rotated(layer, queries, asking_from)
-                keys = self.tap.rotated(layer, keys, work.own)
+            queries, keys = self.tap.placed(layer, attention.queries[layer], attention.keys[layer])
             group = len(queries) // len(keys)
             for head, query in enumerate(queries):
                 logits = logits_of(query, keys[head // group], self.tap.scales[layer])
@@ -174,4 +161,4 @@ class Profiling:
         found = settled(self.curve())
         heads = found.heads if found.found >= LEAST_FOUND else []
         recall = round(found.found, 3)
-        return Profile(heads, found.exit_layer, self.rotated, self.tap.stage.total, recall)
+        return Profile(heads, found.exit_layer, self.tap.stage.total, recall)

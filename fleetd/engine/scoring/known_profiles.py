@@ -24,7 +24,7 @@ from fleetd.text.decoding import from_json
 
 SHIPPED = "shipped_profiles.json"
 # Goes up with whatever makes another profile of the same model.
-ALGORITHM = 2
+ALGORITHM = 3
 # About how many tokens a search computes, over the layers that it tries.
 SEARCH_TOKENS = 6000
 DEVICES = ("cpu", "metal", "cuda")
@@ -38,17 +38,16 @@ class StoredProfile(msgspec.Struct, frozen=True):
 
     heads: Annotated[list[tuple[Natural, Natural]], Meta(max_length=limits.SCORE_HEADS)]
     exit_layer: Natural
-    rotated: bool
     layers: Natural
     recall: Share = 0.0
 
     @classmethod
     def of(cls, found: Profile) -> StoredProfile:
-        return cls(found.heads, found.exit_layer, found.rotated, found.layers, found.recall)
+        return cls(found.heads, found.exit_layer, found.layers, found.recall)
 
     @property
     def profile(self) -> Profile:
-        return Profile(self.heads, self.exit_layer, self.rotated, self.layers, self.recall)
+        return Profile(self.heads, self.exit_layer, self.layers, self.recall)
 
 
 class ShippedProfile(msgspec.Struct, frozen=True):

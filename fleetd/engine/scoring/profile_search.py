@@ -97,7 +97,7 @@ class ProfileSearch:
         except ModelUnsupported as error:
             self._failure = error
             # Known from then on, so that another model is chosen before this one is loaded again.
-            self.known.keep(self.digest, self.device, Profile([], 0, False, 0))
+            self.known.keep(self.digest, self.device, Profile([], 0))
         except Exception as error:
             known = typed(error, "This model could not be measured for scoring")
             if isinstance(known, OutOfMemory):

@@ -115,7 +115,7 @@ class ScoreGuests(Guests[ScoringLayout, _ScoringWork]):
         if layout.request.without_question:
             return SurprisePass(self.search.model, one)
         kept = {layer: _key_heads(work.tap, layer, heads) for layer, _ in heads}
-        return AttentionPass(work.tap, one, kept, work.profile.rotated)
+        return AttentionPass(work.tap, one, kept)
 
 
 def _in_rows(empty: Any) -> bool:
@@ -152,6 +152,7 @@ def _scores(
     for row, (layer, head) in zip(logits, heads, strict=True):
         queries, keys = tap.heads[layer]
         key = scored.layers[layer].index(head * keys // queries)
-        row[:] = logits_of(scored.queries[layer][head], scored.keys[layer][key], tap.scales[layer])
+        asking, asked = tap.placed(layer, scored.queries[layer][[head]], scored.keys[layer][[key]])
+        row[:] = logits_of(asking[0], asked[0], tap.scales[layer])
     own = slice(work.first, work.first + work.count)
     return SegmentScores.of_logits(layout.starts[own], layout.ends[own], logits)
