@@ -27,5 +27,5 @@ class LayerTimes:
         return {node_id: seconds for node_id, (seconds, at_s) in took.items() if at_s > since_s}
 
     def forget(self, digest: str) -> None:
-        """Of all machines."""
+        """Forget what all machines took."""
         self._took.pop(digest, None)

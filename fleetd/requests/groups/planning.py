@@ -114,8 +114,8 @@ class _Candidates(msgspec.Struct, frozen=True):
         return replace(self, having=having, fetchers=fetchers)
 
     def as_measured(self, layer_s: Mapping[str, float]) -> _Candidates:
-        """With the speeds that layers were measured to have; the other machines are reckoned to be as much
-        slower than believed as this one. ``layer_s``: by node id, this machine's included."""
+        """The same with the speeds that layers were measured to have; the other machines are reckoned to be
+        as much slower than believed as this one. ``layer_s``: by node id, this machine's included."""
         own_s = self.here.layer_bytes / self.here.bytes_per_s
         slower = layer_s[self.here.node_id] / own_s
 
@@ -505,7 +505,7 @@ class FleetGroups:
 
 
 def _node_ids(planned: GroupPlan) -> set[str]:
-    """Of the machines that hold parts."""
+    """The machines that hold parts."""
     if isinstance(planned.found, Shortage):
         return set()
     return {part.machine.node_id for part in planned.found.parts}
