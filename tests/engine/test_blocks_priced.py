@@ -135,8 +135,7 @@ MACHINES = {
 
 @pytest.mark.parametrize("machines", MACHINES)
 @pytest.mark.parametrize(
-    "chance",
-    [0.3, 0.7, pytest.param(0.05, marks=pytest.mark.long), pytest.param(0.9, marks=pytest.mark.long)],
+    "chance", [0.7, *(pytest.param(chance, marks=pytest.mark.long) for chance in (0.05, 0.3, 0.9))]
 )
 def test_text_with_refused_drafts_is_not_slower_than_one_block_at_a_time(
     tokenizer: Any, machines: str, chance: float

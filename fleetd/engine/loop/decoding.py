@@ -260,8 +260,8 @@ class Decoding:
         return processors
 
     def turn(self, *, beside: bool = False) -> None:
-        """A token for every sequence, or several. ``beside``: a prompt is read as well, or a guest's work done,
-        so that machines are not filled with guesses."""
+        """A token for every sequence, or several. ``beside``: a prompt is read as well, or guests have
+        work, so that machines are not filled with guesses."""
         self._beside = beside
         if self.apart and (self.batch or self._better_together()):
             if any(running.row is not None and running.row.under_way for running in self.apart):
