@@ -55,7 +55,7 @@ from fleetd.engine.speculation.source_history import (
 # A wider pass has to promise this much more than a plain step: the promise is an estimate.
 MARGIN = 1.05
 # Evidence loses this share of its weight with each draft that is judged: texts change.
-FADES = 0.08
+FADES = 0.12
 # The highest acceptance assumed; (1 - a) must not be 0.
 SUREST = 0.98
 # Plain steps that drafts may lose: at the beginning of an answer, and for each of its tokens. Together less
@@ -205,9 +205,7 @@ class Controller:
                 best, gain = Draft(name, tuple(drafts), block if machines > 1 else 0), found
         return best, gain if best.tokens else 1.0
 
-    def wanted(
-        self, source: str, price: DraftPrice, beside: Draft, room: int, begin_s: float = 0.0
-    ) -> int:
+    def wanted(self, source: str, price: DraftPrice, beside: Draft, room: int, begin_s: float = 0.0) -> int:
         """How many tokens ``source`` is to draft, if that takes ``price`` of this device; 0 if it is not
         expected to bring more than ``beside``.
 
@@ -308,6 +306,9 @@ class Controller:
             seconds, self._flight = step_s * len(emitted), None
         if beside is Beside.NOTHING:
             self.costs.add_pass(again + 1 + len(draft.tokens), seconds - drafting_s)
+            if draft.tokens and len(emitted) == 1:
+                # If a plain step was held up, wrong drafts would seem to cost nothing for a while.
+                seconds = max(seconds, step_s * self.costs.ratio(1 + len(draft.tokens)) + drafting_s)
         self._add_to_flight(1 + len(draft.tokens), len(emitted), seconds, beside, left)
         self.on_tokens(emitted)
         self.passes += 1
@@ -428,7 +429,7 @@ class Controller:
             drafting = self._steps(price, width - 1)
             at_worst = self._at_worst(width) + late * (blocks - 1) + drafting
             # More than one draft may not cost the answer all that it can bear: the next pass may be right.
-            if width > 1 and at_worst + begin_s / self.costs.step_s > bearable / min(2, width - 1):
+            if at_worst + begin_s / self.costs.step_s > bearable / (2 if width > 2 else 1):
                 break
             found = self._gain(acceptance, width, blocks, drafts, drafting)
             if found > gain:
