@@ -37,8 +37,8 @@ Process = Callable[[int, int], float]
 
 @dataclass
 class Worker:
-    """A head that takes ``price`` plain steps a token, on a device whose passes seem to take now a little more,
-    now a little less, and now and then three times as long."""
+    """A head that takes ``price`` plain steps a token, on a device whose passes seem to take now a
+    little more, now a little less, and now and then three times as long."""
 
     device: str
     price: float

@@ -19,15 +19,16 @@ A draft that is not verified is judged all the same, by the tokens that come wit
 off costs nothing and is on again as soon as it would have been right.
 
 A source may take time of this device for its drafts. It is asked only if that pays as well.
-Otherwise it is tried with a single token now and then, as nothing else shows that it has become right. What it
+Otherwise it is tried with a single token now and then, as nothing else shows that it has become right.
+What it
 took is lost whatever comes of it. How seldom it is tried is a matter of all answers of the worker, which also
 begin with what earlier ones found (``source_history``).
 
 No answer may take much longer than without drafts. So the time that drafts have saved and lost so far is
 added up, in plain steps, and a pass may only risk what they have saved and a small share of the answer: the
 steps that it takes beyond one, if no draft is right. Losses end drafts until the answer can bear them again,
-whatever was expected of them. Each source has an account of its own as well: what one has saved is not another
-one's to lose.
+whatever was expected of them. Each source has an account of its own as well: what one has saved is not
+another one's to lose.
 """
 
 from __future__ import annotations
@@ -163,7 +164,8 @@ class Controller:
     _drafting: dict[str, float] = field(default_factory=dict)
     # Sources that are being tried.
     _trying: set[str] = field(default_factory=set)
-    # By source that was asked: seconds per token without it, of a plain step or of what other drafts promised.
+    # By source that was asked: seconds per token without it, of a plain step or of what other drafts
+    # promised.
     _instead: dict[str, float] = field(default_factory=dict)
     _flight: AheadFlight | None = None
 
@@ -247,16 +249,16 @@ class Controller:
         return self._trial_steps(price) <= min(CARRIED, past.allowance + TRIAL_SHARE * NOTED_BEFORE)
 
     def off(self, source: str, price: DraftPrice | None = None) -> str:
-        """Why ``source`` is not asked at the moment, going by all answers so far; "" if it is, or if too little
-        is known."""
+        """Why ``source`` is not asked at the moment, going by all answers so far; "" if it is, or if
+        too little is known."""
         past = self.history.source(source)
         if self.always or not past.known or self._pays(past.acceptance, price, self.most) > MARGIN:
             return ""
         return f"off: pays less than it costs (right in {100 * past.acceptance:.0f} %)"
 
     def spare_s(self, source: str, price: DraftPrice, count: int) -> float:
-        """Seconds that ``source`` may take once, before ``count`` tokens: a part of what the answer could still
-        bear if all of them were wrong."""
+        """Seconds that ``source`` may take once, before ``count`` tokens: a part of what the answer
+        could still bear if all of them were wrong."""
         at_worst = self._at_worst(1 + count) + price.seconds(count) / self.costs.step_s
         if self.always:
             return math.inf
@@ -457,8 +459,8 @@ class Controller:
 
 
 def _granted(advance: float, tokens: int) -> float:
-    """Plain steps that drafts may lose in ``tokens`` tokens of an answer, if they save nothing. ``advance`` is
-    had at once, and is no more than what would be had later."""
+    """Plain steps that drafts may lose in ``tokens`` tokens of an answer, if they save nothing.
+    ``advance`` is had at once, and is no more than what would be had later."""
     return max(advance, RISK + RISK_PER_TOKEN * tokens)
 
 
