@@ -63,7 +63,8 @@ def refuse_changed(models_dir: Path, folder: str, hub_id: str, listed: PulledWei
             place.unlink(missing_ok=True)
             raise ModelRefused(
                 f"{name} of {hub_id} has the SHA-256 {sha256[:12]}… at commit {listed.commit[:12]}. "
-                f"When it was pulled here before, at commit {before.commit[:12]}, it had {before.sha256[name][:12]}….",
+                f"When it was pulled here before, at commit {before.commit[:12]}, "
+                f"it had {before.sha256[name][:12]}….",
                 hint="Its publisher has changed it. If you want the new one, pull it again.",
             )
 
