@@ -6,7 +6,8 @@
 
 Rows are those of committed tokens alone, and nothing of a block is kept: a wrong draft, another answer or a
 cancelled one leaves nothing to undo. They begin with the end of the text, or as much of it as was computed
-here and the answer can bear to have read, and the oldest are left out when there are many, so that a text of any length costs the same memory.
+here and the answer can bear to have read, and the oldest are left out when there are many, so that a
+text of any length costs the same memory.
 """
 
 from __future__ import annotations

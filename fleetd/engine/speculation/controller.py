@@ -22,15 +22,16 @@ A draft that is not verified is judged all the same, by the tokens that come wit
 off costs nothing and is on again as soon as it would have been right.
 
 A source may take time of this device for its drafts. It is asked only if that pays as well.
-Otherwise it is tried with a single token now and then, as nothing else shows that it has become right. What it
+Otherwise it is tried with a single token now and then, as nothing else shows that it has become right.
+What it
 took is lost whatever comes of it. How seldom it is tried is a matter of all answers of the worker, which also
 begin with what earlier ones found (``source_history``).
 
 No answer may take much longer than without drafts. So the time that drafts have saved and lost so far is
 added up, in plain steps, and a pass may only risk what they have saved and a small share of the answer: the
 steps that it takes beyond one, if no draft is right. Losses end drafts until the answer can bear them again,
-whatever was expected of them. Each source has an account of its own as well: what one has saved is not another
-one's to lose.
+whatever was expected of them. Each source has an account of its own as well: what one has saved is not
+another one's to lose.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from fleetd.engine.speculation.source_history import (
 # A wider pass has to promise this much more than a plain step: the promise is an estimate.
 MARGIN = 1.05
 # Evidence loses this share of its weight with each draft that is judged: texts change.
-FADES = 0.08
+FADES = 0.12
 # The highest acceptance assumed; (1 - a) must not be 0.
 SUREST = 0.98
 # Plain steps that drafts may lose: at the beginning of an answer, and for each of its tokens. Together less
@@ -166,7 +167,8 @@ class Controller:
     _drafting: dict[str, float] = field(default_factory=dict)
     # Sources that are being tried.
     _trying: set[str] = field(default_factory=set)
-    # By source that was asked: seconds per token without it, of a plain step or of what other drafts promised.
+    # By source that was asked: seconds per token without it, of a plain step or of what other drafts
+    # promised.
     _instead: dict[str, float] = field(default_factory=dict)
     _flight: AheadFlight | None = None
     # The slowest machine's part of a block's way; 0 if all are taken to be equally fast.
@@ -226,9 +228,7 @@ class Controller:
                 best, gain = Draft(name, tuple(drafts), block if machines > 1 else 0), found
         return best, gain if best.tokens else 1.0
 
-    def wanted(
-        self, source: str, price: DraftPrice, beside: Draft, room: int, begin_s: float = 0.0
-    ) -> int:
+    def wanted(self, source: str, price: DraftPrice, beside: Draft, room: int, begin_s: float = 0.0) -> int:
         """How many tokens ``source`` is to draft, if that takes ``price`` of this device; 0 if it is not
         expected to bring more than ``beside``.
 
@@ -270,16 +270,16 @@ class Controller:
         return self._trial_steps(price) <= min(CARRIED, past.allowance + TRIAL_SHARE * NOTED_BEFORE)
 
     def off(self, source: str, price: DraftPrice | None = None) -> str:
-        """Why ``source`` is not asked at the moment, going by all answers so far; "" if it is, or if too little
-        is known."""
+        """Why ``source`` is not asked at the moment, going by all answers so far; "" if it is, or if
+        too little is known."""
         past = self.history.source(source)
         if self.always or not past.known or self._pays(past.acceptance, price, self.most) > MARGIN:
             return ""
         return f"off: pays less than it costs (right in {100 * past.acceptance:.0f} %)"
 
     def spare_s(self, source: str, price: DraftPrice, count: int) -> float:
-        """Seconds that ``source`` may take once, before ``count`` tokens: a part of what the answer could still
-        bear if all of them were wrong."""
+        """Seconds that ``source`` may take once, before ``count`` tokens: a part of what the answer
+        could still bear if all of them were wrong."""
         at_worst = self._at_worst(1 + count) + price.seconds(count) / self.costs.step_s
         if self.always:
             return math.inf
@@ -329,6 +329,9 @@ class Controller:
             seconds, self._flight = step_s * len(emitted), None
         if beside is Beside.NOTHING:
             self.costs.add_pass(again + 1 + len(draft.tokens), seconds - drafting_s)
+            if draft.tokens and len(emitted) == 1:
+                # If a plain step was held up, wrong drafts would seem to cost nothing for a while.
+                seconds = max(seconds, step_s * self.costs.ratio(1 + len(draft.tokens)) + drafting_s)
         self._add_to_flight(1 + len(draft.tokens), len(emitted), seconds, beside, left)
         self.on_tokens(emitted)
         self.passes += 1
@@ -451,7 +454,7 @@ class Controller:
             if blocks > 1:
                 at_worst += max(late * (blocks - 1), self._late(blocks) * self.costs.ratio(width))
             # More than one draft may not cost the answer all that it can bear: the next pass may be right.
-            if width > 1 and at_worst + begin_s / self.costs.step_s > bearable / min(2, width - 1):
+            if at_worst + begin_s / self.costs.step_s > bearable / (2 if width > 2 else 1):
                 break
             found = self._gain(acceptance, width, blocks, drafts, drafting)
             if found > gain:
@@ -486,8 +489,8 @@ class Controller:
 
 
 def _granted(advance: float, tokens: int) -> float:
-    """Plain steps that drafts may lose in ``tokens`` tokens of an answer, if they save nothing. ``advance`` is
-    had at once, and is no more than what would be had later."""
+    """Plain steps that drafts may lose in ``tokens`` tokens of an answer, if they save nothing.
+    ``advance`` is had at once, and is no more than what would be had later."""
     return max(advance, RISK + RISK_PER_TOKEN * tokens)
 
 

@@ -142,8 +142,8 @@ class HiddenSource(ABC):
     def close(self) -> None: ...
 
     def due_rows(self, text: int) -> int:
-        """Tokens whose hidden states a draft after ``text`` tokens would read first, beyond the newest ones that
-        every draft reads."""
+        """Tokens whose hidden states a draft after ``text`` tokens would read first, beyond the newest
+        ones that every draft reads."""
         return 0
 
     def begin_s(self, text: int) -> float:

@@ -25,8 +25,8 @@ _FADES = 0.03
 _REMEMBERED = 8.0
 # Fewer judged tokens than this are no reason to say that a source does not pay.
 _JUDGED = 8
-# Plain steps that an answer may risk of what was saved before it; also the most that a trial may cost. A trial
-# gives one token at most, so one that costs more could not pay.
+# Plain steps that an answer may risk of what was saved before it; also the most that a trial may cost.
+# A trial gives one token at most, so one that costs more could not pay.
 CARRIED = 1.0
 # The most that is kept of what was saved: an answer that has saved much may lose a little at its end.
 _SAVED = 16.0
@@ -60,9 +60,9 @@ class SourceHistory:
         return self.judged >= _JUDGED
 
     def remembered(self) -> tuple[float, float]:
-        """Weights of right and of judged drafts for a new answer: the same acceptance, soon outweighed; or that
-        of a new source, if it is higher and the drafts have saved time all the same, as where they are right in
-        some parts of a text."""
+        """Weights of right and of judged drafts for a new answer: the same acceptance, soon
+        outweighed; or that of a new source, if it is higher and the drafts have saved time all the same,
+        as those do that are right in some parts of a text."""
         weight = min(_REMEMBERED, self.weight)
         best = max(self.acceptance, PRIOR) if self.account >= CARRIED else self.acceptance
         return best * weight, weight

@@ -140,8 +140,8 @@ class SequenceDrafts:
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Layers whose hidden states the next pass has to note; none as a rule. Of sources that take time only
-        if their drafts are expected to pay, or are soon due to be tried."""
+        """Layers whose hidden states the next pass has to note; none as a rule. Of sources that take
+        time only if their drafts are expected to pay, or are soon due to be tried."""
         return _layers_of([*self.sources, *filter(self._notes, self.priced)])
 
     @property

@@ -1,9 +1,11 @@
 """Which weights a drafter's repository had when it was pulled here the last time.
 
-The catalog has no digests of drafters that others publish, so the first pull is believed. If the hub then lists
+The catalog has no digests of drafters that others publish, so the first pull is believed. If the hub
+then lists
 other weights under the same name, the next pull says so once: who pulls it again wants the new ones.
 
-MODELS/.pulled/FOLDER.json    the commit, and the SHA-256 of each file of weights by its name; outlives the model
+MODELS/.pulled/FOLDER.json    the commit, and the SHA-256 of each file of weights by its name; outlives
+the model
 """
 
 from __future__ import annotations
@@ -60,8 +62,9 @@ def refuse_changed(models_dir: Path, folder: str, hub_id: str, listed: PulledWei
         if before.sha256.get(name, sha256) != sha256:
             place.unlink(missing_ok=True)
             raise ModelRefused(
-                f"{name} of {hub_id} has the SHA-256 {sha256[:12]}… at commit {listed.commit[:12]}. When it was "
-                f"pulled here before, at commit {before.commit[:12]}, it had {before.sha256[name][:12]}….",
+                f"{name} of {hub_id} has the SHA-256 {sha256[:12]}… at commit {listed.commit[:12]}. "
+                f"When it was pulled here before, at commit {before.commit[:12]}, "
+                f"it had {before.sha256[name][:12]}….",
                 hint="Its publisher has changed it. If you want the new one, pull it again.",
             )
 
