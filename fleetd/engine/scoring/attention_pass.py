@@ -83,7 +83,7 @@ class AttentionTap(msgspec.Struct, frozen=True):
         return (second, first) if layer in self.keys_first else (first, second)
 
     def placed(self, layer: int, queries: F32, keys: F32) -> tuple[F32, F32]:
-        """Queries (heads, T, D) and keys as rotated by this layer, each query ``DISTANCE`` behind each key."""
+        """Rotated queries (heads, T, D) and keys of a layer: each query ``DISTANCE`` behind each key."""
         return self._at(layer, queries, DISTANCE), self._at(layer, keys, 0)
 
     def _at(self, layer: int, rows: F32, position: int) -> F32:
