@@ -19,7 +19,7 @@ MARKER_TOKENS = 9
 _MARKED = 0.33
 # More than this has only a piece that could not be cut.
 _LONG_TOKENS = 256
-# After so many pieces come the neighbours of one, the best first: what is said beside a fact may be part of it.
+# After so many pieces come neighbours of one, the best first: what stands beside a fact may be part of it.
 _NEIGHBOURED = 8
 
 

@@ -34,8 +34,8 @@ from fleetd.compression.words import Range, estimate_tokens
 if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores
     from fleetd.compression.token_scores import TokenScores
 
-# Longest unit of several sentences or lines, in characters: about a sentence, whatever the budget. Longer ones
-# bring more of what nobody asked for, and a unit that differs with the budget has another rank in each.
+# Longest unit of several sentences or lines, in characters: about a sentence, whatever the budget. Longer
+# ones bring more of what nobody asked for, and a unit that differs with the budget ranks differently.
 _UNIT_CHARS = 64
 _USUAL_RATIO = 0.2
 # Of a frame's text, what is read: its beginning tells whose it is.

@@ -252,8 +252,8 @@ class ServeStage(msgspec.Struct, frozen=True, tag=True):
 
 class Profile(msgspec.Struct, frozen=True):
     """Which heads of a model find what a question asks for, as (layer, query head), ascending, and how many
-    of its ``layers`` (0 if that is not told) are run to ask them. ``recall``: the share of the answers in made-up texts that
-    they found among a tenth of the tokens; 0 if that is not told.
+    of its ``layers`` (0 if that is not told) are run to ask them. ``recall``: the
+    share of the answers in made-up texts that they found among a tenth of the tokens; 0 if not told.
 
     It belongs to a model's weights (its digest): scores merge only where the same profile gave them.
     """

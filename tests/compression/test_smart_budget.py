@@ -117,9 +117,7 @@ def test_a_larger_room_leaves_out_only_what_gave_way_to_something_better(
     for tokens in sorted((room, larger)):
         kept.append(KeptPieces(found, marker))
         fill(kept[-1], found, tokens)
-    differ = sorted(
-        i for i in kept[0].indexes ^ kept[1].indexes if sizes[i] > marker or i in kept[1].indexes
-    )
+    differ = sorted(i for i in kept[0].indexes ^ kept[1].indexes if sizes[i] > marker or i in kept[1].indexes)
     assert not differ or differ[0] in kept[1].indexes
 
 

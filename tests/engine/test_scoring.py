@@ -446,6 +446,30 @@ def test_scores_are_softmaxes_of_the_chosen_heads(bench: ScoringBench) -> None:
     np.testing.assert_allclose(found.logits, best, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_where_a_token_stands_does_not_matter_by_itself(
+    tokenizer: Any, kind: str, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first layer a key is its token's own: the same token has the same logits at the front of a text
+    as beside the question, and in any pass."""
+    monkeypatch.setattr(limits, "SMART_PASS_TOKENS", 300)
+    bench = ScoringBench(tokenizer, kind=kind)
+    heads = [(0, head) for head in range(2)]
+    bench.begin("a", profile=Profile(heads, 1), passes=passes)
+    bench.run()
+    scored = bench.of("a")[-1]
+    assert isinstance(scored, Scored)
+    found = SegmentScores.unpack(scored.scores)
+    logits = np.empty((len(found.starts), found.pairs.shape[1]), np.float32)
+    np.put_along_axis(logits, found.pairs.astype(np.int64), found.logits, axis=1)
+    # The text repeats itself every 12 characters, which are tokens.
+    assert len(logits) == 720
+    for at in range(12):
+        same = logits[at::12]
+        np.testing.assert_allclose(same, np.broadcast_to(same[:1], same.shape), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_without_a_question_every_token_is_scored_by_its_surprise(
     bench: ScoringBench, monkeypatch: pytest.MonkeyPatch, passes: int

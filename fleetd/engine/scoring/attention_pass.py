@@ -83,12 +83,12 @@ class AttentionTap(msgspec.Struct, frozen=True):
         return (second, first) if layer in self.keys_first else (first, second)
 
     def placed(self, layer: int, queries: F32, keys: F32) -> tuple[F32, F32]:
-        """Queries (heads, T, D) and keys as this layer rotates them, each query ``DISTANCE`` behind each key."""
+        """Rotated queries (heads, T, D) and keys of a layer: each query ``DISTANCE`` behind each key."""
         return self._at(layer, queries, DISTANCE), self._at(layer, keys, 0)
 
     def _at(self, layer: int, rows: F32, position: int) -> F32:
-        """Rows (heads, T, D) rotated as if all of their tokens stood at ``position``. Not for nothing at 0:
-        some ropes make vectors longer, too."""
+        """Rows (heads, T, D) rotated as if all of their tokens stood at ``position``; at 0, too, as some
+        ropes change lengths."""
         tokens = mx.array(rows).transpose(1, 0, 2)[:, :, None]  # (T, heads, 1, D)
         rotated = self.ropes[layer](tokens, offset=position)[:, :, 0].transpose(1, 0, 2)
         return np.array(rotated.astype(mx.float32))
