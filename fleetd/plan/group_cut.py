@@ -57,7 +57,7 @@ class GroupPart(msgspec.Struct, frozen=True):
 
     @property
     def weights_bytes(self) -> int:
-        """Of its layers as the machine would hold them, about."""
+        """Bytes of its layers as the machine would hold them, about."""
         return (self.last - self.first) * self.machine.layer_bytes
 
 

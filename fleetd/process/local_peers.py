@@ -28,8 +28,7 @@ def is_of(daemon: int, far: Address, near: Address) -> bool:
 
 
 def accepted(port: int) -> list[tuple[Address, Address]]:
-    """Of this process: the far and near ends of connections that came in at a port of the loopback
-    interface."""
+    """The far and near ends of this process's connections that came in at a port of 127.0.0.1."""
     found = psutil.Process().net_connections("tcp4")
     return [
         (_address(each.raddr), _address(each.laddr))

@@ -90,7 +90,7 @@ async def test_machines_are_planned_without_a_look_at_files_on_the_loop(folder: 
     with files_off_the_loop(folder.path):
         view = await groups(other("studio"), other("kitchen")).view(folder)
     assert view is not None
-    assert len(view.parts) == 3
+    assert len(view.parts) == 2
 
 
 def test_a_load_of_a_part_is_expected_by_what_loads_took_there() -> None:
@@ -235,7 +235,7 @@ def test_the_terminal_shows_parts_speed_and_reason(folder: ModelFolder) -> None:
 
 def test_the_plan_of_a_loaded_group_has_the_speeds_that_it_measured(folder: ModelFolder) -> None:
     made = groups(other("studio"))
-    assert made(folder, "") is not None
+    assert made(folder, model_sizes.read(folder, WeightRules("metal", budget_bytes=8 * GIB))) is not None
     assert made.loaded(folder) is None
     made._loaded = lambda _: MeasuredSpeed(prefill_tok_s=1234.4, decode_tok_s=17.25)
     view = made.loaded(folder)
@@ -269,7 +269,7 @@ def held(clock: TurnedClock, folder: ModelFolder) -> tuple[FleetGroups, Callable
     """Layers on this machine and on studio, and how they are held now."""
     made = groups(other("studio"))
     made._monotonic = clock
-    assert made(folder, "") is not None
+    assert made(folder, model_sizes.read(folder, WeightRules("metal", budget_bytes=8 * GIB))) is not None
     made._loaded = lambda _: MeasuredSpeed()
 
     def view() -> GroupView:
@@ -312,7 +312,7 @@ def test_what_was_measured_decides_the_next_load_until_a_member_refuses_it(folde
     made, view = held(TurnedClock(), folder)
     first = view()
     assert made.anew(MODEL, stages(first, 1, 9)) is not None
-    again = made(folder, "")
+    again = made(folder, model_sizes.read(folder, WeightRules("metal", budget_bytes=8 * GIB)))
     assert again is not None
     assert [(member.first, member.last) for member in again.members] == [(3, 4)]
     # That cut cannot be held after all, and the first one could.

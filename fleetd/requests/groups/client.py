@@ -443,7 +443,7 @@ class FleetGroup:
             raise self._lost(held, error) from error
 
     def _expect(self, held: _AskedMember) -> None:
-        """From now on the member has to get further with its layers."""
+        """The member has to get further with its layers, from now on."""
         held.deadline = LoadDeadline(self._load_s(held.part), asyncio.get_running_loop().time())
 
     @staticmethod

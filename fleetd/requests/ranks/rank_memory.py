@@ -15,7 +15,7 @@ Promise = Callable[[str, int, int, Callable[[], int]], AbstractContextManager[No
 
 
 def arithmetic(*, on_cpu: bool) -> Arithmetic:
-    """In which a rank holds whole layers, of each of which it has a part."""
+    """The arithmetic in which a rank holds whole layers, of each of which it has a part."""
     return "float32" if on_cpu else ""
 
 
