@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import functools
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -36,7 +37,7 @@ blas_threads.use(1)
 
 from fleetd.startup import import_index  # noqa: E402
 
-# Transformers lists its modules at each import, which takes over a second; for all runs of the tests it is once.
+# Transformers lists its modules at each import, which takes over a second: once for all runs of the tests.
 _CACHE = Path(__file__).parents[1] / ".cache"
 _INDEXED = import_index.stored(_CACHE)
 _INDEXED.__enter__()
@@ -115,7 +116,7 @@ LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
     """Every async test runs on both loops, except where what is tested is another process's work.
 
-    The cases of one test take turns; the long tests run each on the other loop, too.
+    Tests and their cases take turns; the long tests run each on the other loop, too.
     """
     if item.get_closest_marker("one_loop"):
         return {"uvloop": LOOPS["uvloop"]}
@@ -126,7 +127,7 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> d
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """An async test's first case stays on asyncio, the second on uvloop, and so on; marks the rest long.
 
-    A test with one case runs on both.
+    Tests with one case take turns in the same way, in the order of their file.
     """
     # By test: its cases in their order, and their items.
     tests: dict[tuple[Any, str], dict[str, list[pytest.Item]]] = {}
@@ -137,10 +138,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         loop, _, case = spec.id.partition("-")
         if loop in LOOPS:
             tests.setdefault((item.parent, item.originalname), {}).setdefault(case, []).append(item)
+    alone: dict[Path, itertools.count[int]] = {}
     for cases in tests.values():
-        for number, runs in enumerate(cases.values() if len(cases) > 1 else ()):
+        first = next(iter(cases.values()))[0]
+        turns = itertools.count() if len(cases) > 1 else alone.setdefault(first.path, itertools.count())
+        for runs, turn in zip(cases.values(), turns, strict=False):
             for item in runs:
-                if not item.callspec.id.startswith(list(LOOPS)[number % len(LOOPS)]):
+                if not item.callspec.id.startswith(list(LOOPS)[turn % len(LOOPS)]):
                     item.add_marker("long")
 
 
