@@ -36,7 +36,7 @@ def few(names: Collection[str], quick: Collection[str]) -> list[Any]:
 
 
 def in_turn(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
-    """For ``pytest.mark.parametrize`` of two names: each value with some of the other, in the long run with all.
+    """For ``pytest.mark.parametrize`` of two names: each value once or more, all pairs in the long run.
 
     Dictionaries name their values.
     """
