@@ -91,13 +91,8 @@ def test_an_index_that_fails_changes_no_answer(
     model: Any, tokenizer: Any, tmp_path: Path, expected: str, fault: str, times: int
 ) -> None:
     number = WAYS.index((fault, times))
-    fails_at(
-        Lives(model, tokenizer, tmp_path / "own"),
-        fault,
-        times,
-        (11 + 3 * number) * (number % 3 > 0),
-        expected,
-    )
+    statement = 11 + 3 * number if number % 3 else 0
+    fails_at(Lives(model, tokenizer, tmp_path / "own"), fault, times, statement, expected)
 
 
 @pytest.mark.long
