@@ -77,7 +77,7 @@ def answered(model: Any, tokenizer: Any, speculation: Any, **fields: Any) -> Run
     return run
 
 
-@pytest.mark.parametrize(("kind", "sampling"), in_turn(KINDS, {"greedy": GREEDY, "seeded": SEEDED}))
+@pytest.mark.parametrize(("kind", "sampling"), in_turn(list(KINDS), {"greedy": GREEDY, "seeded": SEEDED}))
 def test_a_random_drafter_changes_no_byte(kind: str, sampling: Sampling, tokenizer: Any) -> None:
     model = tiny_architectures.tiny("llama")
     plain = answered(model, tokenizer, None, sampling=sampling)

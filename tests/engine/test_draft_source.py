@@ -116,7 +116,7 @@ def test_the_stream_breaks_at_any_step(fatal: int) -> None:
 HARMLESS = {"other tokens", "silence", "twice"}
 
 
-@pytest.mark.parametrize(("lie", "step"), in_turn(LIES, [0, 1, 5, 31, 32, 40]))
+@pytest.mark.parametrize(("lie", "step"), in_turn(list(LIES), [0, 1, 5, 31, 32, 40]))
 def test_a_lie_costs_only_its_drafts(lie: str, step: int) -> None:
     pair = DraftPair(OracleGuesser(scrambled))
     sent = 0
