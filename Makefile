@@ -73,9 +73,10 @@ lint: $(DEV)
 
 # Four parts of about the same work, each in a process of its own, because tests of live daemons often wait.
 # What fails in lint ends all. A part that takes longer than TEST_S seconds is ended, and says where it was.
-LIVE = tests/live tests/p2p tests/models
+LIVE = tests/live
 ENGINE_A = $(wildcard tests/engine/test_[a-r]*.py)
-ENGINE_B = $(wildcard tests/engine/test_[s-z]*.py)
+ENGINE_B = $(wildcard tests/engine/test_[s-z]*.py) $(NODES)
+NODES = tests/p2p tests/models
 PYTEST = $(BIN)/python -m pytest -q -p no:cacheprovider
 TEST_S = 3600
 test: $(DEV)
@@ -84,7 +85,7 @@ test: $(DEV)
 	$(PYTEST) $(ENGINE_A) > .engine-a-tests.log 2>&1 & a=$$!; \
 	$(PYTEST) $(ENGINE_B) > .engine-b-tests.log 2>&1 & b=$$!; \
 	$(MAKE) --no-print-directory lint || exit 1; \
-	$(PYTEST) $(patsubst %,--ignore=%,$(LIVE) tests/engine) & rest=$$!; \
+	$(PYTEST) $(patsubst %,--ignore=%,$(LIVE) $(NODES) tests/engine) & rest=$$!; \
 	{ sleep $(TEST_S) & trap "kill $$!" TERM; wait $$! && kill -ABRT $$live $$a $$b $$rest; } \
 		> /dev/null 2>&1 & watch=$$!; \
 	failed=0; wait $$rest || failed=1; \

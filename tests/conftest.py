@@ -34,6 +34,13 @@ products.preload_blas()
 # (support/forked_programs.py); those of the real command and tests/engine/test_cpu.py have all.
 blas_threads.use(1)
 
+from fleetd.startup import import_index  # noqa: E402
+
+# Transformers lists its modules at each import, which takes over a second: once for all runs of the tests.
+_CACHE = Path(__file__).parents[1] / ".cache"
+_INDEXED = import_index.stored(_CACHE)
+_INDEXED.__enter__()
+
 from fleetd.models.folder import ModelFolder  # noqa: E402
 from fleetd.models.model_store import ModelStore  # noqa: E402
 from fleetd.models.pull import process  # noqa: E402
@@ -62,6 +69,7 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays: full collections need not look at it, a twentieth of the time."""
+    _INDEXED.__exit__(None, None, None)
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -168,7 +176,7 @@ def agent_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 @pytest.fixture(scope="session")
 def models_dir() -> Path:
     """Kept between runs, so that the default model is downloaded once."""
-    return Path(__file__).parents[1] / ".cache" / "models"
+    return _CACHE / "models"
 
 
 @pytest.fixture(scope="session")

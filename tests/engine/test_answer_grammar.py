@@ -19,6 +19,19 @@ from fleetd.engine.sampling.constraint import Constraint
 
 every_family = pytest.mark.parametrize("family", CALL_FORMATS)
 with_controls = pytest.mark.parametrize("controls", [True, False], ids=["tokens", "spelled"])
+# In the quick run calls in parallel are written with control tokens by one family, spelled by the next.
+WRITTEN = [
+    pytest.param(
+        family,
+        controls,
+        parallel,
+        id=f"{family}-{'tokens' if controls else 'spelled'}-{parallel}",
+        marks=() if (controls == parallel) is bool(number % 2) else pytest.mark.long,
+    )
+    for number, family in enumerate(CALL_FORMATS)
+    for controls in (True, False)
+    for parallel in (True, False)
+]
 THINKING = [each for each in CALL_FORMATS if markers_of(each).think]
 # Calls of one section, which no control token tells apart.
 UNCOUNTED = {"llama3", "pythonic"}
@@ -177,9 +190,7 @@ def check_calls(text: str, read: ReadAnswer) -> None:
         assert VALID[name].is_valid(found), (text, name, arguments)
 
 
-@every_family
-@with_controls
-@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize(("family", "controls", "parallel"), WRITTEN)
 def test_an_answer_that_must_call_is_calls_with_valid_arguments(
     family: str, controls: bool, parallel: bool
 ) -> None:
@@ -195,9 +206,7 @@ def test_an_answer_that_must_call_is_calls_with_valid_arguments(
             assert len(read.calls) == count(family, marked), text
 
 
-@every_family
-@with_controls
-@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize(("family", "controls", "parallel"), WRITTEN)
 def test_a_free_answer_is_its_text_and_its_calls(family: str, controls: bool, parallel: bool) -> None:
     for seed in range(40):
         begins: Any = "reasoning" if seed % 3 == 0 and family in THINKING else "content"

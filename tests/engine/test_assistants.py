@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 import speculating
 import tiny_architectures
+from family_params import in_turn
 from hidden_drafters import VOCAB, Even, silenced, verdict_of
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
@@ -111,8 +112,10 @@ def answered(model: Any, tokenizer: Any, speculation: Any, **fields: Any) -> Run
     return run
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", "gemma4_moe"])
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("family", "sampling"),
+    in_turn(["gemma4_text", "gemma4_moe"], {"greedy": GREEDY, "seeded": SEEDED}),
+)
 def test_a_random_assistant_changes_no_byte(family: str, sampling: Sampling, tokenizer: Any) -> None:
     model = tiny_architectures.tiny(family)
     plain = answered(model, tokenizer, None, sampling=sampling)

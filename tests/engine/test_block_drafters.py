@@ -14,6 +14,7 @@ import pytest
 import speculating
 import tiny_architectures
 from block_drafters import KINDS, OWN, WIDTH, config_of, drafter_of, right_drafter, saved
+from family_params import in_turn
 from hidden_drafters import VOCAB, Even, simple, verdict_of
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -76,8 +77,7 @@ def answered(model: Any, tokenizer: Any, speculation: Any, **fields: Any) -> Run
     return run
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(("kind", "sampling"), in_turn(list(KINDS), {"greedy": GREEDY, "seeded": SEEDED}))
 def test_a_random_drafter_changes_no_byte(kind: str, sampling: Sampling, tokenizer: Any) -> None:
     model = tiny_architectures.tiny("llama")
     plain = answered(model, tokenizer, None, sampling=sampling)
@@ -88,8 +88,7 @@ def test_a_random_drafter_changes_no_byte(kind: str, sampling: Sampling, tokeniz
     assert report.sources["dflash"].drafted > report.accepted
 
 
-@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(("kind", "family"), in_turn(["dflash2", "dspark"], ["llama", "qwen3_5"]))
 def test_a_drafter_that_is_right_by_construction_is_always_right(
     kind: str, family: str, tokenizer: Any
 ) -> None:

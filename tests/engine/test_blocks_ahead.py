@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from family_params import in_turn
 
 from fleetd.engine.speculation.ahead import CLEAR, OFF, AheadFlight, AheadGain, GroupFlights
 from fleetd.engine.speculation.controller import Beside, Controller, Draft
@@ -178,8 +179,7 @@ def part_of(draft: Draft, width: int, number: int) -> Draft:
     return Draft(draft.source, draft.tokens[number * width : (number + 1) * width])
 
 
-@pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.9, 0.97])
-@pytest.mark.parametrize("later", [0.4, 0.6, 1.0, 1.6])
+@pytest.mark.parametrize(("acceptance", "later"), in_turn([0.3, 0.7, 0.9, 0.97], [0.4, 0.6, 1.0, 1.6]))
 def test_no_kind_of_text_is_clearly_slower_than_one_block_at_a_time(acceptance: float, later: float) -> None:
     group = GroupFlights()
     ahead = [answer(acceptance, later, seed, AheadGain(group)) for seed in range(10)]

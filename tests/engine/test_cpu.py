@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 import tiny_architectures
 import tiny_models
+from family_params import in_turn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import activations
@@ -111,13 +112,13 @@ def test_attention_in_any_chunks_has_the_same_bits(H: int, K: int, D: int) -> No
 
 
 @pytest.mark.usefixtures("cpu_installed")
-@pytest.mark.parametrize(("H", "K", "D"), SHAPES)
-@pytest.mark.parametrize("window", [5, 31, 64, 128, 129, 200, 512])
+@pytest.mark.parametrize(("shape", "window"), in_turn(SHAPES, [5, 31, 64, 128, 129, 200, 512]))
 @pytest.mark.parametrize("sunk", [False, True])
 def test_a_windows_query_has_the_bits_it_has_alone(
-    H: int, K: int, D: int, window: int, *, sunk: bool
+    shape: tuple[int, int, int], window: int, *, sunk: bool
 ) -> None:
     """In any chunks, with as many keys before as a cache has there, and more."""
+    H, K, D = shape
     S = 700
     q, k, v = draw(1, 1, H, S, D), draw(2, 1, K, S, D), draw(3, 1, K, S, D)
     sinks = draw(4, H) if sunk else None

@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 import speculating
 import tiny_architectures
+from family_params import in_turn
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_for
@@ -172,8 +173,12 @@ def text(tokenizer: Any, marker: str) -> list[int]:
     return list(tokenizer.encode("xyz" + marker))
 
 
-@pytest.mark.parametrize("marker", ["<hello>", "<utf8>", "<cutoff>", "<ponder>", "<weather>"])
-@pytest.mark.parametrize("stop", [[], ["STOP"], ["o"], ["par", "rld"]])
+@pytest.mark.parametrize(
+    ("marker", "stop"),
+    in_turn(
+        ["<hello>", "<utf8>", "<cutoff>", "<ponder>", "<weather>"], [[], ["STOP"], ["o"], ["par", "rld"]]
+    ),
+)
 def test_ends_and_stop_strings_inside_a_block(
     chain: Any, tokenizer: Any, marker: str, stop: list[str]
 ) -> None:

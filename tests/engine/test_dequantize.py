@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from family_params import in_turn
 
 from fleetd.engine.cpu import dequantize, products
 
@@ -27,8 +28,9 @@ def as_mlx_does(layer: nn.QuantizedLinear) -> mx.array:
     ).astype(mx.float32)
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize(
+    ("dtype", "bits"), in_turn([mx.float16, mx.bfloat16, mx.float32], [2, 3, 4, 5, 6, 8])
+)
 @pytest.mark.parametrize("group_size", [32, 64])
 def test_every_byte_is_as_mlx_gives_it(
     dtype: mx.Dtype, bits: int, group_size: int, monkeypatch: pytest.MonkeyPatch

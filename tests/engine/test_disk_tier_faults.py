@@ -90,8 +90,9 @@ def expected(model: Any, tokenizer: Any, tmp_path: Path) -> str:
 def test_an_index_that_fails_changes_no_answer(
     model: Any, tokenizer: Any, tmp_path: Path, expected: str, fault: str, times: int
 ) -> None:
-    for statement in (0, 11 + 3 * WAYS.index((fault, times))):
-        fails_at(Lives(model, tokenizer, tmp_path / str(statement)), fault, times, statement, expected)
+    number = WAYS.index((fault, times))
+    statement = 11 + 3 * number if number % 3 else 0
+    fails_at(Lives(model, tokenizer, tmp_path / "own"), fault, times, statement, expected)
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import speculating
-from family_params import EXPERTS
+from family_params import EXPERTS, each
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from shared_runs import as_bytes, staged
@@ -147,7 +147,7 @@ def check_drafts(model: Any, chain_path: Path, *, rounds: bool) -> None:
 
 
 # Such families keep rows that can be taken back at any token, so only their sums decide.
-@pytest.mark.parametrize("name", sorted(name for name, kind in FAMILIES.items() if not kind.keeps_state))
+@pytest.mark.parametrize("name", each(name for name, kind in FAMILIES.items() if not kind.keeps_state))
 def test_the_table_says_if_blocks_are_other_sums(name: str) -> None:
     """Also if single steps are computed as two rows; whether that pays is another matter."""
     verdict = verdict_of(tiny(name))

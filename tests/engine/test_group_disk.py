@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 import tiny_architectures
 from disk_worker import BLOCK, SLOW, blocks_of, settings_in
+from family_params import few, in_turn
 from group_machines import Group, group_of
 from turned_scheduler import TinyFamily, Turned, drawn, family
 
@@ -126,7 +127,13 @@ def test_a_prompt_comes_back_from_all_disks_with_the_same_bytes(
         assert len(blocks_of(machines.settings(number))) == 3
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "falcon_h1", "mamba2", "deepseek_v32"])
+@pytest.mark.parametrize(
+    "name",
+    few(
+        ["gemma3_text", "qwen3_next", "falcon_h1", "mamba2", "deepseek_v32"],
+        ["gemma3_text", "falcon_h1", "deepseek_v32"],
+    ),
+)
 def test_windows_and_states_come_back_from_all_disks(tmp_path: Path, name: str) -> None:
     whole = tiny_family(name, tmp_path)
     right = Turned(whole, sharable=None)
@@ -170,8 +177,7 @@ def damage(folder: Path) -> None:
         file.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize("lose", [empty, damage])
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize(("lose", "number"), in_turn([empty, damage], [0, 1, 2]))
 def test_what_one_machine_lost_is_computed_anew(
     llama: TinyFamily, tmp_path: Path, lose: Callable[[Path], None], number: int
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import speculating
 import tiny_architectures
 from block_drafters import right_drafter
+from family_params import in_turn
 from group_machines import Group, group_of, lazy
 from hidden_drafters import LyingHead, right_head, simple, verdict_of
 from mlx_lm.models.cache import make_prompt_cache
@@ -85,12 +86,17 @@ def plain(name: str, tokenizer: Any, *, seeded: bool) -> Run:
     return run
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5", "glm4_moe", "nemotron_3"])
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    in_turn(
+        ["llama", "qwen3_5", "glm4_moe", "nemotron_3"],
+        [(cuts, ahead) for ahead in (False, True) for cuts in CUTS],
+    ),
+)
 def test_a_right_head_is_always_right_on_the_machine_that_answers(
-    name: str, cuts: tuple[int, ...], tokenizer: Any, *, ahead: bool
+    name: str, case: tuple[tuple[int, ...], bool], tokenizer: Any
 ) -> None:
+    cuts, ahead = case
     model = simple(name)
     group, spec = grouped(model, right_head(model), *cuts, ahead=ahead)
     run = Run(group.model, tokenizer, spec)
@@ -105,8 +111,7 @@ def test_a_right_head_is_always_right_on_the_machine_that_answers(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
-@pytest.mark.parametrize("seeded", [False, True])
-@pytest.mark.parametrize("kind", [MtpHead, LyingHead])
+@pytest.mark.parametrize(("kind", "seeded"), in_turn([MtpHead, LyingHead], [False, True]))
 def test_a_wrong_head_changes_no_byte(name: str, kind: Any, tokenizer: Any, *, seeded: bool) -> None:
     model = simple(name)
     head = MtpHead(model) if kind is MtpHead else right_head(model)
@@ -183,13 +188,15 @@ def rows_of(model: Any, tokens: Sequence[int], layers: Sequence[int]) -> dict[tu
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("right", [0, 2, 16])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    in_turn(["llama", "qwen3_5"], [(cuts, right) for right in (0, 2, 16) for cuts in CUTS]),
+)
 def test_states_of_layers_anywhere_are_those_of_the_whole_model(
-    name: str, cuts: tuple[int, ...], right: int, tokenizer: Any
+    name: str, case: tuple[tuple[int, ...], int], tokenizer: Any
 ) -> None:
     """Of this machine's layers, a member's first and last, and the last of all; some drafts are wrong."""
+    cuts, right = case
     model = tiny_architectures.tiny(name)
     layers = (0, 1, 2, len(model.layers) - 1)
     whole = Run(model, tokenizer)

@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 import speculating
 import tiny_architectures
+from family_params import in_turn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from speculating import GREEDY, Run, Scripted, perfect, right_for
@@ -131,11 +132,14 @@ def test_several_states_of_a_token_are_none(model_of: Callable[[str], Any]) -> N
     assert states == {0: [], 1: []}
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
-@pytest.mark.parametrize(("right", "sampling"), [(0, GREEDY), (3, PENALISED), (16, GREEDY)])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    in_turn(["llama", "qwen3_5"], {"0": (0, GREEDY), "3": (3, PENALISED), "16": (16, GREEDY)}),
+)
 def test_rows_of_refused_drafts_are_not_given(
-    model_of: Callable[[str], Any], tokenizer: Any, name: str, right: int, sampling: Sampling
+    model_of: Callable[[str], Any], tokenizer: Any, name: str, case: tuple[int, Sampling]
 ) -> None:
+    right, sampling = case
     """Alone, drafts wrong at once, after three tokens, never; a hybrid undoes whole passes."""
     model = model_of(name)
     plain = Run(model, tokenizer)

@@ -16,6 +16,7 @@ import mlx.nn as nn
 import pytest
 import speculating
 import tiny_architectures
+from family_params import in_turn
 from hidden_drafters import (
     VOCAB,
     Even,
@@ -71,8 +72,7 @@ def spec(model: Any, head: MtpHead, **changes: Any) -> Any:
     return speculating.speculation(VOCAB, verdict=verdict_of(model), head=worker, **changes)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(("name", "sampling"), in_turn(FAMILIES, {"greedy": GREEDY, "seeded": SEEDED}))
 def test_a_random_head_changes_no_byte(
     name: str, sampling: Sampling, model_of: Callable[[str], Any], tokenizer: Any
 ) -> None:
@@ -104,8 +104,9 @@ def test_a_head_that_is_right_by_construction_is_always_right(name: str, tokeniz
     assert report.sources["mtp"].drafted == report.accepted > 15
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5", "nemotron_3"])
-@pytest.mark.parametrize("kind", ["right", "random", "lying"])
+@pytest.mark.parametrize(
+    ("name", "kind"), in_turn(["llama", "qwen3_5", "nemotron_3"], ["right", "random", "lying"])
+)
 def test_several_answers_that_come_and_go_are_those_without_a_head(
     name: str, kind: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

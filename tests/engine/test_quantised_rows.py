@@ -10,6 +10,7 @@ import disk_worker
 import mlx.core as mx
 import pytest
 import speculating
+from family_params import in_turn
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -67,8 +68,7 @@ def check_drafts(model: Any, path: Path, make_sources: Sequence[Callable[[list[i
         assert drafted.said("0") == plain.said("0")
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("name", IN_BATCH)
+@pytest.mark.parametrize(("bits", "name"), in_turn([8, 4], IN_BATCH))
 def test_an_answer_is_the_same_alone_and_in_a_batch(name: str, bits: int, chain_path: Path) -> None:
     model, found = held(name, bits)
     assert found.bits == bits
@@ -79,8 +79,7 @@ def test_an_answer_is_the_same_alone_and_in_a_batch(name: str, bits: int, chain_
     assert together[1:] == [answered(model, chain_path, other)[0] for other in OTHERS]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(("bits", "name"), in_turn([8, 4], QUICK))
 def test_an_answer_is_the_same_with_drafts(name: str, bits: int, chain_path: Path) -> None:
     model, _ = held(name, bits)
     check_drafts(model, chain_path, [perfect, lambda whole: right_for(whole, 2), lambda _: lying(VOCAB, 6)])

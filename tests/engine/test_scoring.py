@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from decoded_reports import DecodedReports
+from family_params import in_turn
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from msgspec.structs import replace
@@ -114,8 +115,7 @@ def attention_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple
     return dict(zip(rows, seen, strict=True))
 
 
-@pytest.mark.parametrize("architecture", sorted(FULL))
-@pytest.mark.parametrize("chunk", [90, 13])
+@pytest.mark.parametrize(("architecture", "chunk"), in_turn(sorted(FULL), [90, 13]))
 def test_rotated_logits_are_attentions_own(
     architecture: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

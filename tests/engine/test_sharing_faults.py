@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from family_params import in_turn
 from msgspec.structs import replace
 from shared_runs import LAYERS, SharedRun, prompt
 from tiny_architectures import VOCAB, tiny
@@ -113,9 +114,9 @@ def test_a_stream_that_breaks_at_any_event(llama: Any, split: Split, every: int)
     ("name", "split"),
     [
         ("gemma3_text", CHAIN),
-        ("mistral", TOKEN_CHAIN),
-        ("qwen3_5", CHAIN),
         ("qwen3_5", TOKEN_CHAIN),
+        pytest.param("mistral", TOKEN_CHAIN, marks=pytest.mark.long),
+        pytest.param("qwen3_5", CHAIN, marks=pytest.mark.long),
         pytest.param("gemma3_text", TOKEN_CHAIN, marks=pytest.mark.long),
         pytest.param("mistral", CHAIN, marks=pytest.mark.long),
     ],
@@ -252,8 +253,7 @@ ATTACKS: dict[str, Tamper] = {
 }
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
-@pytest.mark.parametrize("split", [HALF, TOKENS])
+@pytest.mark.parametrize(("split", "attack"), in_turn({"layers": HALF, "tokens": TOKENS}, ATTACKS))
 def test_rows_that_are_not_due(llama: Any, split: Split, attack: Tamper) -> None:
     run = SharedRun(llama, split, tampers={(0, "home"): only(Kind.ROWS, attack)})
     error = gives_up(run)
@@ -269,17 +269,19 @@ def test_hidden_states_that_are_not_due(llama: Any, attack: Tamper) -> None:
     assert "helper1" in str(error)
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
-@pytest.mark.parametrize(("split", "kind"), [(CHAIN, Kind.HIDDEN), (TOKEN_CHAIN, Kind.ROWS)])
+@pytest.mark.parametrize(
+    ("chain", "attack"),
+    in_turn({"layers": (CHAIN, Kind.HIDDEN), "tokens": (TOKEN_CHAIN, Kind.ROWS)}, ATTACKS),
+)
 def test_what_is_not_due_between_helpers_ends_their_part(
-    llama: Any, split: Split, kind: Kind, attack: Tamper
+    llama: Any, chain: tuple[Split, Kind], attack: Tamper
 ) -> None:
+    split, kind = chain
     run = SharedRun(llama, split, tampers={(0, "out"): only(kind, attack, 0)})
     assert isinstance(gives_up(run), PeerLost)
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
-@pytest.mark.parametrize("kind", [Kind.TOKENS, Kind.ROWS])
+@pytest.mark.parametrize(("kind", "attack"), in_turn({"tokens": Kind.TOKENS, "rows": Kind.ROWS}, ATTACKS))
 def test_a_prompt_that_is_not_due_ends_the_assist(llama: Any, kind: Kind, attack: Tamper) -> None:
     if kind is Kind.TOKENS and attack is ATTACKS["a frame of another kind"]:
         attack = headed(kind=Kind.ROWS)
@@ -309,8 +311,7 @@ STATES: dict[str, Tamper] = {
 }
 
 
-@pytest.mark.parametrize("attack", STATES.values(), ids=STATES)
-@pytest.mark.parametrize("split", [HALF, TOKENS])
+@pytest.mark.parametrize(("split", "attack"), in_turn({"layers": HALF, "tokens": TOKENS}, STATES))
 def test_a_state_that_these_tokens_do_not_leave(split: Split, attack: Tamper) -> None:
     run = SharedRun(tiny("gemma3_text"), split, tampers={(0, "home"): only(Kind.STATE, attack, 0)})
     assert isinstance(gives_up(run), ProtocolError)
@@ -387,8 +388,7 @@ def test_a_bit_that_differs_is_found_where_bytes_must_be_equal(llama: Any, split
     assert alike.finish().done == split.tokens
 
 
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("exact", "split"), in_turn([True, False], SPLITS))
 def test_a_helper_with_other_weights_is_found(llama: Any, split: Split, exact: bool) -> None:
     other = tiny("llama")
     other.update({"model": {"layers": [{"mlp": {"up_proj": {"weight": mx.zeros((256, 128))}}}]}})
@@ -407,8 +407,13 @@ def test_a_helper_whose_rounding_differs_is_none_the_worse_for_it(llama: Any, sp
     assert isinstance(gives_up(SharedRun(llama, split, theirs=other, exact=True)), PeerWrong)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "mistral", "gpt_oss"])
-@pytest.mark.parametrize("split", [HALF, CHAIN, TOKENS, TOKEN_CHAIN])
+@pytest.mark.parametrize(
+    ("name", "split"),
+    in_turn(
+        ["gemma3_text", "mistral", "gpt_oss"],
+        {"half": HALF, "chain": CHAIN, "tokens": TOKENS, "chain of tokens": TOKEN_CHAIN},
+    ),
+)
 def test_garbage_is_found_where_caches_rotate(name: str, split: Split) -> None:
     model, other = tiny(name), tiny(name)
     other.update(

@@ -116,7 +116,7 @@ def test_a_model_whose_positions_cannot_be_set_is_refused_with_the_reason(name: 
     assert FAMILIES[name].whole in str(refused.value)
 
 
-@pytest.mark.parametrize("name", each(ALLOWED))
+@pytest.mark.parametrize("name", each(ALLOWED, every=2))
 def test_dropping_tokens_is_masking_their_keys(name: str) -> None:
     model = tiny(name)
     sparse, tokens = Sparse.of(model), prompt()
@@ -130,7 +130,7 @@ def test_dropping_tokens_is_masking_their_keys(name: str) -> None:
         assert float(np.abs(mine - expected).max()) < 1e-5 * float(np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", each(ALLOWED))
+@pytest.mark.parametrize("name", each(ALLOWED, every=2))
 def test_everything_kept_is_dense(name: str) -> None:
     """By the way that tokens with gaps take, too."""
     model, tokens = tiny(name), prompt(90)

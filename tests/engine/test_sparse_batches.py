@@ -79,7 +79,7 @@ ROUNDED = {n for n, a in FAMILIES.items() if a.chunks == "same"} | {"mistral"}
 
 # mlx-lm's gemma2 takes one answer at a time: its mask has no room for the rows of a batch.
 @pytest.mark.parametrize(
-    "name", each((name for name, a in FAMILIES.items() if not a.whole and name != "gemma2"), every=2)
+    "name", each((name for name, a in FAMILIES.items() if not a.whole and name != "gemma2"), every=4)
 )
 def test_an_answer_is_the_same_alone_and_among_dense_and_sparse_ones(name: str) -> None:
     model = tiny(name)
@@ -119,7 +119,7 @@ def as_slots(cache: list[Any]) -> int:
 
 @pytest.mark.parametrize("block", [1, 3])
 @pytest.mark.parametrize(
-    "name", each((name for name, a in FAMILIES.items() if not a.whole and name != "gemma2"), every=3)
+    "name", each((name for name, a in FAMILIES.items() if not a.whole and name != "gemma2"), every=6)
 )
 def test_an_answer_by_itself_is_the_same_as_in_a_batch(name: str, block: int) -> None:
     """For a block the rounding of windows is that of other products."""

@@ -7,6 +7,7 @@ import random
 
 import pytest
 from examples import examples
+from family_params import in_turn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,9 +104,8 @@ def times_plain(curve: dict[int, float], tokens: int, seed: int, understated: fl
     return done / seconds
 
 
-@pytest.mark.parametrize("understated", [1.0, 0.7])
-@pytest.mark.parametrize("tokens", [50, 128])
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("tokens", "understated"), in_turn([50, 128], [0.7, 1.0]))
 def test_hardly_any_answer_is_slower_than_without_drafts(
     device: str, tokens: int, understated: float
 ) -> None:

@@ -37,6 +37,9 @@ def by_byte(case: CorpusCase) -> list[bytes]:
     return [bytes([byte]) for byte in case.bytes]
 
 
+EVERY_BYTE = pytest.param(1, marks=pytest.mark.long)
+
+
 def places(case: CorpusCase) -> Iterator[int]:
     """Every byte; in the text of a file only some."""
     raw, file = case.bytes, FILE[:10].encode()
@@ -49,7 +52,7 @@ def test_each_format_has_answers() -> None:
 
 
 @every_case
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("step", [5, EVERY_BYTE])
 def test_an_answer_is_the_same_wherever_its_tokens_end(family: Family, case: CorpusCase, step: int) -> None:
     """A byte a token, and in two pieces."""
     raw, bytewise = case.bytes, read(family, case, by_byte(case))
@@ -82,11 +85,14 @@ def test_the_tokens_of_calls_are_told_while_they_are_written(
 
 
 @every_case
-def test_an_answer_that_is_cut_at_any_byte_tells_nothing_else(family: Family, case: CorpusCase) -> None:
+@pytest.mark.parametrize("step", [2, EVERY_BYTE])
+def test_an_answer_that_is_cut_at_any_byte_tells_nothing_else(
+    family: Family, case: CorpusCase, step: int
+) -> None:
     """Calls that were whole stay whole, half of one is neither a call nor text, and no marker is text."""
     raw, whole = case.bytes, read(family, case, [case.bytes])
     made = 0
-    for at in places(case):
+    for at in [*places(case)][::-step][::-1]:
         seen = read(family, case, [raw[:at]], cut=True)
         calls = [part for part in seen.parts if part[0] == "calls"]
         assert calls == [part for part in case.expected if part[0] == "calls"][: len(calls)]

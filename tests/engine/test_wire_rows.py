@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from family_params import in_turn
 from shared_runs import LAYERS, SharedRun, as_bytes, prefilled, prompt, staged
 from tiny_architectures import tiny
 
@@ -37,8 +38,13 @@ def received(run: SharedRun) -> int:
     return sum(step.n_bytes for step in run.home.steps if step.name == step_names.WAITED)
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{split.kind} {split.cached}")
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5", "deepseek_v32"])
+@pytest.mark.parametrize(
+    ("name", "split"),
+    in_turn(
+        ["llama", "gemma3_text", "qwen3_5", "deepseek_v32"],
+        {f"{split.kind} {split.cached}": split for split in SPLITS},
+    ),
+)
 def test_rows_come_in_fewer_bytes_and_hardly_differ(name: str, split: Split) -> None:
     model = tiny(name)
     plain = SharedRun(model, checked(split), exact=False)

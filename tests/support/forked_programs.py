@@ -459,12 +459,14 @@ def _import_for_programs() -> None:
     products.preload_blas()
     products.preload_blas = lambda: products.exact()  # it insists on being first, and has been
     from fleetd.engine import worker
-    from fleetd.startup import lean_imports
+    from fleetd.startup import import_index, lean_imports
 
     worker.quiet_libraries()
 
-    for module in _READ_BY_LOADING:
-        importlib.import_module(module)
+    # The index that the tests' own process stores (conftest.py).
+    with import_index.stored(Path(__file__).parents[2] / ".cache"):
+        for module in _READ_BY_LOADING:
+            importlib.import_module(module)
     # As ``fleetd run`` does. A daemon's imports took as long as all else that it does until it is ready.
     lean_imports.load()
     importlib.import_module("fleetd.app")

@@ -669,7 +669,7 @@ def config_of(model_type: str, **changes: Any) -> dict[str, Any]:
 FAMILIES: dict[str, Architecture] = {name: CUT[_code_of(config_of(name))] for name in OWN}
 
 
-@lru_cache(32)
+@lru_cache(64)
 def _weights(config: str) -> Any:
     """Random weights of the model with this config; drawing them takes longer than building it."""
     model = _built(json.loads(config))
