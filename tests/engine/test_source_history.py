@@ -36,7 +36,7 @@ Process = Callable[[int, int], float]
 
 
 @dataclass
-class Worker:
+class HeadedWorker:
     """A head that takes ``price`` plain steps a token, on a device whose passes seem to take now a
     little more, now a little less, and now and then three times as long."""
 
@@ -110,7 +110,7 @@ PROCESSES: dict[str, Process] = {
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("process", PROCESSES)
 def test_hardly_any_answer_is_slower_than_without_the_head(process: str, device: str, price: float) -> None:
-    found = Worker(device, price).times_plain(PROCESSES[process])
+    found = HeadedWorker(device, price).times_plain(PROCESSES[process])
     assert p10(found) >= 0.98
     assert min(found) >= 0.93
 
@@ -122,7 +122,7 @@ def test_a_head_that_pays_comes_near_the_best(chance: float, device: str, price:
     if (most := best(device, price, chance)) < 1.15:
         assert (device, price, chance) == ("cpu, quantised", 0.3, 0.6)
         return
-    found = Worker(device, price).times_plain(always(chance), answers=40)[10:]
+    found = HeadedWorker(device, price).times_plain(always(chance), answers=40)[10:]
     assert len(found) / sum(1 / each for each in found) >= 0.8 * most
 
 
