@@ -51,7 +51,7 @@ def text(tokenizer: Any) -> list[int]:
     return run.tokens["r"]
 
 
-class Timed:
+class CountedAnswers:
     """Answers of machines that take these ``parts`` of a block's time, and ``way`` plain steps for a message.
 
     ``flights``: what answers before have left; None if there were none.
@@ -118,7 +118,7 @@ def gain(tokenizer: Any, source: Source, *machines: Any, answers: int = 2) -> fl
     took = []
     for ahead in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            took.append(Timed(patch, tokenizer, *machines, ahead=ahead).steps(source, answers))
+            took.append(CountedAnswers(patch, tokenizer, *machines, ahead=ahead).steps(source, answers))
     return took[0] / took[1]
 
 
@@ -161,7 +161,7 @@ def test_right_drafts_gain(tokenizer: Any, machines: str, least: float) -> None:
 def test_text_that_is_repeated_in_no_draft_never_sends_ahead(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed = Timed(monkeypatch, tokenizer, *MACHINES["equal"], ahead=True)
+    timed = CountedAnswers(monkeypatch, tokenizer, *MACHINES["equal"], ahead=True)
     timed.steps(right(0.05))
     assert timed.dropped == 0
 
@@ -183,7 +183,7 @@ def test_drafts_that_turn_wrong_in_the_middle_of_an_answer_end_blocks_ahead_at_o
         return Scripted(say)
 
     paid = GroupFlights(GainEvidence(alone=100.0, promised=70.0))
-    timed = Timed(monkeypatch, tokenizer, *MACHINES["equal"], ahead=True, flights=paid)
+    timed = CountedAnswers(monkeypatch, tokenizer, *MACHINES["equal"], ahead=True, flights=paid)
     timed.steps(turning, answers=1)
     assert 0 < timed.dropped <= 2
 

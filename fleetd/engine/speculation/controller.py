@@ -475,8 +475,8 @@ class Controller:
         return tokens / (ratio * way + drafting)
 
     def _late(self, blocks: int) -> float:
-        """By how much of its way a block is late behind one of ``blocks`` that was refused, as machines are
-        busy with the others."""
+        """The part of its way by which a block is late behind ``blocks`` that were dropped: machines may be
+        busy with them."""
         return max(0.0, blocks * self._slowest - 1) if blocks > 1 else 0.0
 
     def _ratio(self, drafts: int, all_right: float) -> float:
