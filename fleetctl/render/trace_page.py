@@ -189,8 +189,6 @@ def _part(there_s: float | None, trace: Trace) -> str:
 def _drafts(trace: Trace) -> Iterable[tuple[str, str]]:
     """What came of drafts, source by source, and what that did; and what kept a drafter from it."""
     told, drafter = trace.speculation, trace.drafter
-    if told is None and drafter is None:
-        return
     said = []
     if told is not None and told.sources:
         by_source = ", ".join(
@@ -208,7 +206,8 @@ def _drafts(trace: Trace) -> Iterable[tuple[str, str]]:
         said.append(f"{_named(drafter)} did not draft to the end: {clause(drafter.reason)} ({drafter.code})")
     elif drafter is not None and told is None:
         said.append(f"{_named(drafter)} was asked; none of its drafts was verified")
-    yield "drafts", one_line("; ".join(said))
+    if said:
+        yield "drafts", one_line("; ".join(said))
 
 
 def _known(found: SourceCounts) -> str:

@@ -45,7 +45,7 @@ def relevance(question: str, units: Sequence[str]) -> list[float]:
     scores = reached = _bm25(worth, found)
     known, weight = set(asked), _HOP_WEIGHT
     for _ in range(_HOPS):
-        leads = _leads(known, worth, reached, units, stems, frequency)
+        leads = _leads(known, worth, reached, units, found, stems, frequency)
         if not leads:
             break
         known |= leads.keys()
@@ -99,13 +99,21 @@ def _leads(
     worth: Mapping[tuple[str, ...], float],
     scores: Sequence[float],
     units: Sequence[str],
+    found: Sequence[Counter[tuple[str, ...]]],
     stems: dict[str, str],
     frequency: Counter[tuple[str, ...]],
 ) -> dict[tuple[str, ...], float]:
     """Rare words, and rare pairs of them, that are not ``known``, of the sentences that made units the best;
     each is weighted by its unit's score. A full name may be rare if neither of its words is.
+
+    Units that have a term which is rare itself come first: many sentences of a long text have all of a
+    question's usual words, and one has the number or the name that it asks about.
     """
-    best = sorted((i for i, score in enumerate(scores) if score > 0), key=lambda i: (-scores[i], i))
+    rare = {term for term in worth if frequency[term] <= _HOP_DF}
+    best = sorted(
+        (i for i, score in enumerate(scores) if score > 0),
+        key=lambda i: (rare.isdisjoint(found[i]), -scores[i], i),
+    )
     leads: dict[tuple[str, ...], float] = {}
     for i in best[:_HOP_UNITS]:
         spans = sentences(units[i], 0, len(units[i]))
@@ -114,7 +122,8 @@ def _leads(
         for terms in (terms for terms, value in zip(said, values, strict=True) if value == max(values)):
             for term in terms:
                 if term not in known and 2 <= frequency[term] <= _HOP_DF and _names(term):
-                    leads[term] = max(leads.get(term, 0.0), scores[i] / scores[best[0]])
+                    share = min(1.0, scores[i] / scores[best[0]])
+                    leads[term] = max(leads.get(term, 0.0), share)
     return leads
 
 

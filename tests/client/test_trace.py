@@ -232,7 +232,13 @@ REMOTE: dict[str, Any] = {
         "chosen": {**SHARED["chosen"], "nodes": ["mini", "this"]},
         "losers": [],
         "steps": [],
-        "speculation": {"width": 16, "passes": 60, "tokens": 84, "saved_s": 0.5},
+        "speculation": {
+            "width": 16,
+            "passes": 60,
+            "tokens": 84,
+            "saved_s": 0.5,
+            "sources": {"lookup": {"drafted": 40, "accepted": 24, "passes": 20}},
+        },
         "drafter": {"model": "small", "machine": "this", "code": "", "reason": ""},
         "ttft_s": 1.28,
         "took_s": 3.4,
@@ -257,7 +263,7 @@ def test_what_another_machine_answered_is_one_story(width: int) -> None:
         "On studio: trace there chatcmpl-00000000000000000000dddd4444-0.c0ffee123456 "
         "plan layers: mini 0 to 14, studio 15 to 29, in chunks of 256 tokens "
         "outcome read by several machines "
-        "drafts right: ; 1.40 tokens per pass of up to 16; saved 0.50 s"
+        "drafts right: lookup 24 of 40 (60 %) in 20 passes; 1.40 tokens per pass of up to 16; saved 0.50 s"
     )
     rows = [re.split("  +", line) for line in steps.splitlines()]
     names = [(row[0].strip(), row[1]) if row[0] else (row[1], row[2]) for row in rows[1:-1]]

@@ -88,14 +88,13 @@ def test_no_more_than_the_room_but_for_the_best(order: list[int], room: int, mar
         assert set(found[index].frames) <= kept.indexes
 
 
-@given(st.permutations(range(24)), st.integers(0, 600), st.integers(0, 600), st.sampled_from([0, 9]))
-def test_a_larger_room_keeps_what_a_smaller_one_keeps(
-    order: list[int], room: int, larger: int, marker: int
-) -> None:
+@given(st.permutations(range(24)), st.integers(0, 600), st.integers(0, 600))
+def test_a_larger_room_keeps_what_a_smaller_one_keeps(order: list[int], room: int, larger: int) -> None:
+    """If pieces are equally long and gaps cost nothing: else what fits now may take the place of others."""
     found = pieces(8, 8, 8)
     kept = []
     for tokens in sorted((room, larger)):
-        kept.append(KeptPieces(found, marker))
+        kept.append(KeptPieces(found, marker=0))
         fill(kept[-1], [found[i] for i in order], tokens)
     assert kept[0].indexes <= kept[1].indexes
 

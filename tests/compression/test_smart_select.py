@@ -288,6 +288,18 @@ def test_a_chain_of_names_is_followed_to_its_end() -> None:
     assert [said for said in chain if said not in kept] == []
 
 
+def test_a_chain_is_followed_in_a_text_full_of_the_words_of_its_question() -> None:
+    chain = ["VAR ALPHA = 58250.", "VAR BETA = VAR ALPHA.", "VAR GAMMA = VAR BETA."]
+    usual = [
+        f"{which} variables have the value that {what} has."
+        for which, what in itertools.product(("Some", "Most", "All", "Few"), ("a list", "a key", "an item"))
+    ]
+    parts = [f"{haystack(i, 10)}\n\n{said}" for i, said in enumerate([*usual, *chain[::-1], *usual], 1)]
+    document = Document.of_text("\n\n".join(parts) + "\n\nWhich variables have the value 58250?")
+    kept = kept_text(document, select(document, None, policy(0.15)).kept)
+    assert [said for said in chain if said not in kept] == []
+
+
 def test_a_word_that_leads_on_is_followed() -> None:
     first, second = "Marta owns the vault called Kestrel.", "The guard of Kestrel is old Tobias."
     document = Document.of_text(

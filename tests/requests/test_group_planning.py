@@ -346,7 +346,7 @@ def trio(folder: ModelFolder, *more: Member, **figures: Any) -> tuple[FleetGroup
         Members(lambda: machines, own),
         lambda: WeightRules("cpu", "float32", available=False, budget_bytes=8 * GIB),
     )
-    assert made(folder, "", **figures) is not None
+    assert made(folder, sizes(folder), **figures) is not None
     made._loaded = lambda _: MeasuredSpeed()
     machines += more
     return made, machines
@@ -435,12 +435,12 @@ def test_a_machine_that_would_have_to_fetch_for_long_waits_until_that_pays(folde
 def test_the_next_load_takes_the_machine_that_was_measured_to_be_faster(folder: ModelFolder) -> None:
     made, machines = trio(folder, other("kitchen"))
     assert slow(made, folder, 5, 40) is not None
-    again = made(folder, "")
+    again = made(folder, sizes(folder))
     assert again is not None
     assert [member.name for member in again.members] == ["kitchen"]
     # It cannot be asked any more: then the slow one is.
     machines[1] = other("kitchen", reach="It is off.")
-    again = made(folder, "")
+    again = made(folder, sizes(folder))
     assert again is not None
     assert [member.name for member in again.members] == ["studio"]
 
@@ -451,6 +451,6 @@ def test_a_machine_that_failed_to_take_the_place_leaves_what_was_measured(folder
     assert found is not None
     found.group._failed("kitchen", OutOfMemory("No room."))
     assert made._layer_times.known("d").keys() == {THIS_NODE, "studio"}
-    again = made(folder, "")
+    again = made(folder, sizes(folder))
     assert again is not None
     assert [member.name for member in again.members] == ["studio"]
