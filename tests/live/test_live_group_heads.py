@@ -145,9 +145,12 @@ def test_a_random_head_changes_nothing_and_is_switched_off(pair: LiveFleet) -> N
         found, _ = drafted(alpha, RANDOM)
         assert found == plain
     until(lambda: head_of(alpha, RANDOM).startswith("off: "), WITHIN_S)
-    assert "drafts were right" in head_of(alpha, RANDOM)
+    # For its guesses, or for its price before there were enough of them: then it is tried now and then.
+    why = head_of(alpha, RANDOM)
+    assert "drafts were right" in why or "pays less than it costs" in why
     found, counts = drafted(alpha, RANDOM)
-    assert (found, counts) == (plain, {})
+    assert found == plain
+    assert counts.get("drafted", 0) <= (2 if "pays less" in why else 0)
 
 
 @pytest.mark.parametrize("where", [("this",), ("this", "beta")])
