@@ -53,8 +53,9 @@ HTTP_WRITE_STALL_S = 60.0
 HTTP_KEEPALIVE_IDLE_S = 75.0
 HTTP_CONNECTIONS = 256
 HTTP_CONNECTIONS_UNAUTHENTICATED = 32
-# From the connection on, before others may push it out: who opens many at once sends the tokens soon.
-HTTP_TOKEN_S = 1.0
+# From the connection on, before others may push it out: who opens many at once sends the tokens soon, on a
+# busy machine within seconds.
+HTTP_TOKEN_S = 5.0
 # SSE comments while nothing else is sent: agents give up after 10 s of silence in the worst case.
 SSE_KEEPALIVE_S = 4.0
 # Progress comments faster than this only cost the reader time.

@@ -138,19 +138,16 @@ def test_a_right_head_drafts_over_two_machines_and_is_always_right(
         assert [token for token, _ in found[:3]] == [" 1", " 2", " 3"]
 
 
-def test_a_random_head_changes_nothing_and_is_switched_off(pair: LiveFleet) -> None:
+def test_a_random_head_changes_nothing_and_is_soon_asked_no_more(pair: LiveFleet) -> None:
     alpha = pair["alpha"]
     _, plain = ask(alpha, RANDOM, "this", "beta", speculate={"enabled": False})
     for _ in range(2):
         found, _ = drafted(alpha, RANDOM)
         assert found == plain
-    until(lambda: head_of(alpha, RANDOM).startswith("off: "), WITHIN_S)
-    # For its guesses, or for its price before there were enough of them: then it is tried now and then.
-    why = head_of(alpha, RANDOM)
-    assert "drafts were right" in why or "pays less than it costs" in why
+    # Off for its guesses, or for its price; or too dear to be asked often enough to say so.
     found, counts = drafted(alpha, RANDOM)
     assert found == plain
-    assert counts.get("drafted", 0) <= (2 if "pays less" in why else 0)
+    assert counts.get("drafted", 0) <= 2
 
 
 @pytest.mark.parametrize("where", [("this",), ("this", "beta")])
