@@ -24,7 +24,7 @@ from wire import Effect, Link
 
 from fleetd import limits
 from fleetd.engine.daemon_side.group_front import GroupFront
-from fleetd.engine.protocol import Delta, Loading
+from fleetd.engine.protocol import Delta, Loading, Speculate
 from fleetd.requests.groups import server
 
 _CASES = [case for case in table() if isinstance(case, GroupCase)]
@@ -110,9 +110,11 @@ async def _asked(
 ) -> RequestEvents:
     """One prompt, during which something happens at a step; then its group ends, and nothing is left.
 
-    ``seen`` is told of each event.
+    Without drafts: with them, all that is left of the answer may have come before a loss is noticed. ``seen``
+    is told of each event.
     """
     fleet, told = kept.machines, RequestEvents()
+    fields = {"speculate": Speculate(enabled=False), **fields}
     left = [strike]
 
     def point(name: str) -> Effect:
@@ -269,7 +271,7 @@ def test_a_broken_stream_between_two_members_costs_time_and_nothing_else(kept: K
                     link.reset()
 
         async with asyncio.timeout(60):
-            await fleet.ask(fleet.prompt("hop"), told, strike, HELPERS)
+            await fleet.ask(fleet.prompt("hop", speculate=Speculate(enabled=False)), told, strike, HELPERS)
         assert told.answer == kept.expected
         assert relayed == [[False, False], [False, True]]
         assert len([event for event in told.events if began_again(event)]) == 1
