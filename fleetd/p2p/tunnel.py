@@ -24,11 +24,8 @@ from collections.abc import Callable
 from fleetd import limits
 from fleetd.errors import FleetError
 from fleetd.process import local_peers
-from fleetd.process.observe import get_logger
 from fleetd.sealed.chunks import Role
 from fleetd.sealed.stream import SealedReceiver, SealedSender
-
-log = get_logger("fleetd.p2p.tunnel")
 
 _HERE = "127.0.0.1"
 #: Of what an end says of its link: it is private.
@@ -50,15 +47,8 @@ class Mouth:
     def open(self) -> socket.socket:
         """The connection of the first process of fleetd that comes. No other one is let in: its bytes would
         be the rank's. Raises OSError if none comes in time."""
-        until_s = time.monotonic() + limits.RING_FORM_S
         with self._listener:
-            while True:
-                self._listener.settimeout(max(_AGAIN_S, until_s - time.monotonic()))
-                process, came_from = self._listener.accept()
-                if local_peers.is_of(self.daemon, came_from, process.getsockname()):
-                    return process
-                log.warning("tunnel.stranger", port=self.port)
-                process.close()
+            return local_peers.accept(self._listener, self.daemon, limits.RING_FORM_S)
 
     def close(self) -> None:
         _shut(self._listener)

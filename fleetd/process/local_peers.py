@@ -6,9 +6,15 @@ the other end; it is asked for that as it is of a Unix socket (``peercred``), by
 
 from __future__ import annotations
 
+import socket
+import time
 from typing import Any
 
 import psutil
+
+from fleetd.process.observe import get_logger
+
+log = get_logger("fleetd.process.local_peers")
 
 #: Host and port of one end.
 Address = tuple[str, int]
@@ -25,6 +31,23 @@ def is_of(daemon: int, far: Address, near: Address) -> bool:
         return any(_holds(process, far, near) for process in (parent, *parent.children(recursive=True)))
     except psutil.Error:
         return False
+
+
+def accept(listener: socket.socket, daemon: int, within_s: float) -> socket.socket:
+    """The connection of the first process that comes and is ``daemon`` or started by it; others are sent
+    away.
+
+    Raises OSError, TimeoutError if none comes in time.
+    """
+    until_s = time.monotonic() + within_s
+    while (left_s := until_s - time.monotonic()) > 0:
+        listener.settimeout(left_s)
+        found, came_from = listener.accept()
+        if is_of(daemon, came_from, found.getsockname()):
+            return found
+        log.warning("loopback.stranger", port=listener.getsockname()[1])
+        found.close()
+    raise TimeoutError("strangers alone came in")
 
 
 def accepted(port: int) -> list[tuple[Address, Address]]:

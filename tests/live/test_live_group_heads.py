@@ -11,6 +11,7 @@ from typing import Any
 
 import block_drafters
 import chain_model
+import mlx.core as mx
 import pytest
 from forked_programs import Programs
 from hidden_drafters import nemotron_chain, right_head, write_head
@@ -42,6 +43,8 @@ def pair(
     for name, head_of in ((RIGHT, right_head), (RANDOM, MtpHead)):
         folder = chain_model.build(root / name)
         model, _ = load_model(folder)
+        # By chance a random head may be right so often that it stays on: this one is not.
+        mx.random.seed(1)
         folders.append(write_head(folder, head_of(model)))
     folders.append(nemotron_chain(root / HYBRID))
     models = dict.fromkeys(("alpha", "beta"), folders)
@@ -138,16 +141,16 @@ def test_a_right_head_drafts_over_two_machines_and_is_always_right(
         assert [token for token, _ in found[:3]] == [" 1", " 2", " 3"]
 
 
-def test_a_random_head_changes_nothing_and_is_soon_asked_no_more(pair: LiveFleet) -> None:
+def test_a_random_head_changes_nothing_and_is_switched_off(pair: LiveFleet) -> None:
     alpha = pair["alpha"]
     _, plain = ask(alpha, RANDOM, "this", "beta", speculate={"enabled": False})
     for _ in range(2):
         found, _ = drafted(alpha, RANDOM)
         assert found == plain
-    # Off for its guesses, or for its price; or too dear to be asked often enough to say so.
+    until(lambda: head_of(alpha, RANDOM).startswith("off: "), WITHIN_S)
+    assert "drafts were right" in head_of(alpha, RANDOM)
     found, counts = drafted(alpha, RANDOM)
-    assert found == plain
-    assert counts.get("drafted", 0) <= 2
+    assert (found, counts) == (plain, {})
 
 
 @pytest.mark.parametrize("where", [("this",), ("this", "beta")])

@@ -38,7 +38,7 @@ class SideChannel:
             listener.bind((_HERE, place.port))
             listener.listen(_COMING)
             after = opened.enter_context(_connected(place.next_port))
-            before = _accepted(listener, place.daemon or os.getppid())
+            before = local_peers.accept(listener, place.daemon or os.getppid(), limits.RING_FORM_S)
             before.settimeout(limits.RING_FORM_S)
             opened.pop_all()
             listener.close()
@@ -77,17 +77,6 @@ class SideChannel:
     def close(self) -> None:
         self._after.close()
         self._before.close()
-
-
-def _accepted(listener: socket.socket, daemon: int) -> socket.socket:
-    """The connection of the first process of fleetd that comes; others are sent away. Raises OSError."""
-    until_s = time.monotonic() + limits.RING_FORM_S
-    while True:
-        listener.settimeout(max(_AGAIN_S, until_s - time.monotonic()))
-        before, came_from = listener.accept()
-        if local_peers.is_of(daemon, came_from, before.getsockname()):
-            return before
-        before.close()
 
 
 def _connected(port: int) -> socket.socket:

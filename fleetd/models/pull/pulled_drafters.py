@@ -1,11 +1,10 @@
 """Which weights a drafter's repository had when it was pulled here the last time.
 
-The catalog has no digests of drafters that others publish, so the first pull is believed. If the hub
-then lists
-other weights under the same name, the next pull says so once: who pulls it again wants the new ones.
+The catalog has no digests of drafters that others publish, so the first pull is believed. If the hub then
+lists other weights under the same name, the next pull says so once: who pulls it again wants the new ones.
 
-MODELS/.pulled/FOLDER.json    the commit, and the SHA-256 of each file of weights by its name; outlives
-the model
+MODELS/.pulled/FOLDER.json    the commit, and the SHA-256 of each file of weights by its name; outlives the
+                              model
 """
 
 from __future__ import annotations
