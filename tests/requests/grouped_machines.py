@@ -183,13 +183,14 @@ class GroupedMachines:
 
     def prompt(self, request_id: str, **fields: Any) -> Generate:
         """Its answer is of two tokens, as the end of the prompt: so there are drafts for each token, of which
-        some are right, and blocks of the answer are ahead of others."""
+        some are right, and blocks of the answer are ahead of others. It is so long that it is not over before
+        what is done at its first token is noticed, however late a busy machine comes to that."""
         two = Sampling(temperature=2.0, seed=3, logit_bias=dict.fromkeys(_TWO, 60.0))
         asked = request(request_id, CHUNK * PREFILL_CHUNKS - 10 - CHUNK, 1)
         end = random.Random(4).choices(_TWO, k=CHUNK)
         assert isinstance(asked.prompt, TokenPrompt)
         prompt = TokenPrompt([*asked.prompt.tokens, *end])
-        return replace(asked, **{"prompt": prompt, "sampling": two, "max_tokens": 40, **fields})
+        return replace(asked, **{"prompt": prompt, "sampling": two, "max_tokens": 200, **fields})
 
     async def ask(
         self,
