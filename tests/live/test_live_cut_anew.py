@@ -177,6 +177,12 @@ def placed_freely(daemon: LiveDaemon) -> str:
         return "".join(text_of(event) for event in events)
 
 
+def planned(daemon: LiveDaemon) -> list[str]:
+    """The machines that would hold the model, or do."""
+    told = json.loads(daemon.fleetctl("plan", "-m", SMOL, "--json").stdout)["group"]
+    return [part["machine"] for part in told["parts"]]
+
+
 def test_an_idle_machine_takes_the_place_of_a_slow_one(trio: LiveFleet, steps: Path) -> None:
     for name in TRIO:
         (steps / name).unlink(missing_ok=True)
@@ -193,10 +199,10 @@ def test_an_idle_machine_takes_the_place_of_a_slow_one(trio: LiveFleet, steps: P
     assert placed_freely(alpha) == text
     assert f"with {idle} in the place of {slow}" in front(trio)["cut_anew"]
     until(lambda: not trio[slow].status()["engines"], 60)
-    told = json.loads(alpha.fleetctl("plan", "-m", SMOL, "--json").stdout)["group"]
-    assert [part["machine"] for part in told["parts"]] == ["this", idle]
+    assert planned(alpha) == ["this", idle]
     # The next load begins with what was measured.
     assert alpha.control("POST", "/fleet/v1/models/unload", {"model": SMOL}) == {"ok": True}
-    until(lambda: not trio[idle].status()["engines"], 60)
+    # It hears from both that their memory is free.
+    until(lambda: planned(alpha) == ["this", idle], 60)
     assert placed_freely(alpha) == text
     assert [member["name"] for member in front(trio)["members"]] == [idle]
