@@ -37,7 +37,8 @@
        ├─ PeerLost                  it went away, or fell silent, in the middle of something
        │  ├─ PeerLate               it takes much longer than was planned with
        │  └─ GroupLost              it held some of the layers of a model that is on several machines
-       │     └─ MembersApart        another of these machines does not reach it any more
+       │     ├─ MembersApart        another of these machines does not reach it any more
+       │     └─ MemberGone          its stream ended; what its machine says of it tells why
        ├─ PeerWrong                 it computed something else than this machine does
        ├─ NotPaired                 it does not know this machine, or this machine does not know it
        ├─ VersionMismatch           it speaks no protocol version that this one speaks
@@ -240,6 +241,10 @@ class GroupLost(PeerLost):
 
 class MembersApart(GroupLost):
     code, status = "members_apart", 502
+
+
+class MemberGone(GroupLost):
+    code, status = "member_gone", 502
 
 
 class PeerWrong(PeerError):

@@ -488,6 +488,8 @@ GROUP_KEPT_BLOCKS, GROUP_LOOKUP_S = 2048, 5.0
 GROUP_LEAST_TOKENS, GROUP_STREAM_CONTEXTS = 2048, 2
 # Machines that a request may name to hold its model together: as many as a cut is looked for over.
 PLACEMENT_MACHINES = 8
+# A worker whose stream to a member ended waits so long for what the member's machine says of it.
+MEMBER_TELLS_S = 1.0
 # So often an answer is begun if machines of its group leave.
 GROUP_TRIES = 3
 # Others may need so long to free what they held for the group that has ended.

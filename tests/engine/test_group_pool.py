@@ -21,9 +21,9 @@ from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.daemon_side import pool as pool_module
 from fleetd.engine.daemon_side.group_front import GroupFront, NewCut
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
-from fleetd.engine.protocol import Loading
-from fleetd.engine.settings import GroupMember
-from fleetd.errors import FleetError, GroupLost, ModelUnsupported, NoMachine
+from fleetd.engine.protocol import LoadFailed, Loading
+from fleetd.engine.settings import GroupMember, WorkerSettings
+from fleetd.errors import FleetError, GroupLost, MemberGone, ModelUnsupported, NoMachine
 from fleetd.models import memory_need, model_sizes
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_sizes import ModelSizes
@@ -54,6 +54,25 @@ class FormingGroup:
 
     def close(self) -> None:
         pass
+
+
+@pytest.mark.parametrize(("told", "expected"), [(True, "kitchen has left."), (False, "Its stream ended.")])
+async def test_a_stream_that_ends_is_explained_by_the_machine_it_went_to(
+    monkeypatch: pytest.MonkeyPatch, told: bool, expected: str
+) -> None:
+    """Both are heard of at the same time: the worker here only sees that its stream ends."""
+    if not told:
+        monkeypatch.setattr(limits, "MEMBER_TELLS_S", 0.01)
+    group = FormingGroup(["kitchen"])
+    front = GroupFront(WorkerSettings(path="tiny", name="tiny"), group)
+    await front.start()
+    await group.begun.wait()
+    if told:
+        asyncio.get_running_loop().call_soon(group.lost.set)
+    await front._take(LoadFailed(MemberGone.code, "Its stream ended."))
+    assert front.error is not None
+    assert (front.error.message, front.state) == (expected, "failed")
+    await front.stop()
 
 
 async def test_layers_for_another_machine_do_not_wait_for_a_group_that_is_formed_here(tmp_path: Path) -> None:

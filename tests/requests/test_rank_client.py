@@ -10,7 +10,7 @@ import pytest
 
 from fleetd import limits
 from fleetd.engine.protocol import CONNECTING, WAITING
-from fleetd.errors import FleetError, GroupLost, ModelUnsupported, OutOfMemory, PeerLost
+from fleetd.errors import FleetError, GroupLost, MemberGone, ModelUnsupported, OutOfMemory, PeerLost
 from fleetd.p2p.link_prober import Invitation
 from fleetd.requests.ranks import messages
 from fleetd.requests.ranks.client import FleetRanks, RankMachine
@@ -48,6 +48,49 @@ async def test_a_rank_that_is_lost_later_is_a_loss_of_the_group_whatever_it_ende
     ranks._ranks[0].stream = stream
     try:
         with pytest.raises(GroupLost, match=f"kitchen: {error.message}"):
+            await ranks.watch()
+    finally:
+        ranks.close()
+
+
+class BrokenStream(EndedStream):
+    """A rank's stream that ends once ``over`` is set."""
+
+    def __init__(self, error: FleetError, over: asyncio.Event) -> None:
+        super().__init__(error)
+        self._over = over
+
+    async def receive(self) -> bytes | None:
+        await self._over.wait()
+        return await super().receive()
+
+
+async def test_the_rank_that_failed_is_named_and_not_one_that_saw_it_go() -> None:
+    partners: Any = None
+    machines = [RankMachine("node-a", "kitchen"), RankMachine("node-b", "studio")]
+    ranks = FleetRanks(partners, "tiny", "digest", machines, 3, 64)
+    over = asyncio.Event()
+    saw: Any = EndedStream(MemberGone("Another rank is gone."))
+    failed: Any = BrokenStream(GroupLost("A sum over the ranks was wrong."), over)
+    ranks._ranks[0].stream, ranks._ranks[1].stream = saw, failed
+    asyncio.get_running_loop().call_soon(over.set)
+    try:
+        with pytest.raises(GroupLost, match="studio: A sum over the ranks was wrong"):
+            await ranks.watch()
+    finally:
+        ranks.close()
+
+
+async def test_a_rank_that_saw_another_go_is_a_loss_if_no_other_says_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "MEMBER_TELLS_S", 0.01)
+    partners: Any = None
+    ranks = FleetRanks(partners, "tiny", "digest", [RankMachine("node", "kitchen")], 2, 64)
+    saw: Any = EndedStream(MemberGone("Another rank is gone."))
+    ranks._ranks[0].stream = saw
+    try:
+        with pytest.raises(GroupLost, match="kitchen: Another rank is gone"):
             await ranks.watch()
     finally:
         ranks.close()

@@ -14,15 +14,16 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import structlog
 
+from fleetd import limits
 from fleetd.control.daemon_status import Carried, EngineStatus, HeldLayers
 from fleetd.control.model_change import MemberProgress
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.failures import typed
-from fleetd.engine.protocol import Event, Finished, Loading
+from fleetd.engine.protocol import Event, Finished, LoadFailed, Loading, Report, Unfit
 from fleetd.engine.settings import GroupMember, RingPlace, WorkerSettings
-from fleetd.errors import EngineDied, FleetError
+from fleetd.errors import EngineDied, FleetError, MemberGone
 from fleetd.models.folder import ModelFolder
 
 log = structlog.get_logger(__name__)
@@ -162,6 +163,14 @@ class GroupFront(EngineProcess):
         else:
             # Once the worker ends because of one member, the others leave, too. What it ended with stays.
             self.kill(self.error or error)
+
+    async def _take(self, report: Report | Unfit) -> None:
+        if isinstance(report, LoadFailed) and report.code == MemberGone.code and self._life is not None:
+            # The worker saw a stream end. The member's machine says why, a moment later.
+            await asyncio.wait([self._life], timeout=limits.MEMBER_TELLS_S)
+            if self.error is not None:
+                return
+        await super()._take(report)
 
     def _on_event(self, event: Event, now: float) -> None:
         if isinstance(event, Finished):

@@ -27,7 +27,7 @@ from fleetd.engine.layers.hidden_states import NO_TAPS, Taps
 from fleetd.engine.protocol import STAGE
 from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, of_bytes
 from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Kind
-from fleetd.errors import FleetError, GroupLost, ProtocolError
+from fleetd.errors import FleetError, GroupLost, MemberGone, ProtocolError
 
 _T = TypeVar("_T", StageRan, KeptTold, HopLost)
 
@@ -211,7 +211,7 @@ class RemoteStage:
         try:
             frame = self._pipe.receive()
         except FleetError as error:
-            raise MemberLost(GroupLost(f"{self.name} left the group: {error.message}")) from error
+            raise MemberLost(MemberGone(f"{self.name} left the group: {error.message}")) from error
         if frame is None:
             return False
         if frame.head.kind is Kind.KEPT:

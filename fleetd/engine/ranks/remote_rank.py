@@ -14,7 +14,7 @@ from fleetd.engine.groups.messages import RunStage
 from fleetd.engine.groups.remote_rows import CachesThere, KeptThere, RemoteRows
 from fleetd.engine.protocol import STAGE
 from fleetd.engine.streams.frames import Connect, FrameHeader, Kind
-from fleetd.errors import FleetError, GroupLost, ProtocolError
+from fleetd.errors import FleetError, MemberGone, ProtocolError
 
 
 class RemoteRank:
@@ -43,7 +43,7 @@ class RemoteRank:
         try:
             self._pipe.receive()
         except FleetError as error:
-            raise MemberLost(GroupLost(f"{self.name} left the group: {error.message}")) from error
+            raise MemberLost(MemberGone(f"{self.name} left the group: {error.message}")) from error
 
     def close(self) -> None:
         self._pipe.close()

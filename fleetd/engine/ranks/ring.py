@@ -25,7 +25,7 @@ from fleetd.engine.failures import MemberLost
 from fleetd.engine.measure.pass_progress import PassProgress
 from fleetd.engine.ranks.side_channel import SideChannel
 from fleetd.engine.settings import RingPlace
-from fleetd.errors import GroupLost
+from fleetd.errors import GroupLost, MemberGone
 from fleetd.process import local_peers
 
 _HERE = "127.0.0.1"
@@ -155,7 +155,7 @@ def lost_ranks() -> Iterator[None]:
     except RuntimeError as error:
         if not any(name in str(error) for name in _OF_BACKENDS):
             raise
-        raise MemberLost(GroupLost(f"Another rank is gone: {error}")) from error
+        raise MemberLost(MemberGone(f"Another rank is gone: {error}")) from error
 
 
 def keep_rows_stable() -> None:

@@ -20,7 +20,7 @@ from fleetd.control.daemon_status import Carried
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import CONNECTING, STAGE, WAITING, Loading, StreamTag
 from fleetd.engine.settings import GroupMember, RingPlace
-from fleetd.errors import FleetError, GroupLost, ModelError, OutOfMemory, PeerLost, ProtocolError
+from fleetd.errors import FleetError, GroupLost, MemberGone, ModelError, OutOfMemory, PeerLost, ProtocolError
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.concurrency import gather_or_cancel
 from fleetd.requests.ports import FleetPort
@@ -190,6 +190,9 @@ class FleetRanks:
                 raise PeerLost("It has left the group.")
             raise ProtocolError("It said more than that it is alive.")
         except FleetError as error:
+            if isinstance(error, MemberGone):
+                # Another rank is gone, whose own machine says why.
+                await asyncio.sleep(limits.MEMBER_TELLS_S)
             # Whatever it ended with, even without memory: what is under way goes another way.
             raise _lost(rank, error) from error
 
