@@ -348,7 +348,7 @@ class SmartPrefill(PipelineStep):
         begun: Form = "",
         stays: bool = False,
     ) -> FormChoice:
-        """In which form the prompt is shortened.
+        """The form in which the prompt is shortened.
 
         Args:
             kept_tokens: about how much stays of it.
