@@ -23,13 +23,14 @@ def helpers(option: OptionView) -> list[str]:
 
 
 def way(option: OptionView) -> str:
-    """The kind of an option; of smart prefill also how what is kept is answered."""
+    """The kind of an option; of smart prefill also in which form and how what is kept is answered."""
     kind, then = one_line(option.kind), one_line(option.prefill)
     if kind in ("", "any"):
         return "-"  # a machine that cannot help at all
     bits = f" ({option.wire_bits} bits)" if option.wire_bits else ""
+    form = f" {one_line(option.form)}" if option.form else ""
     several = kind in ("smart", "remote") and then not in ("", "local")
-    return (f"{kind} + {then}" if several else kind) + bits
+    return f"{kind}{form}" + (f" + {then}" if several else "") + bits
 
 
 def division(option: OptionView) -> str:

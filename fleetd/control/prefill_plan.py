@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.control.group_view import GroupView
+from fleetd.control.smart_prefill_result import Form
 
 _Text = Annotated[str, Meta(max_length=limits.CONTROL_TEXT_CHARS)]
 _Tokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -118,6 +119,8 @@ class OptionView(msgspec.Struct, frozen=True):
     fetched_from: str = ""
     # In how many bits helpers send keys and values; 0 is as they are held.
     wire_bits: int = 0
+    # Of smart: the form in which the shortened prompt is read.
+    form: Form = ""
 
 
 class DraftsView(msgspec.Struct, frozen=True, omit_defaults=True):

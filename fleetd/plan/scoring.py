@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed
+from fleetd.plan.prompt_forms import FormChoice
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import ADVANTAGE, SHARING
 
@@ -100,7 +101,7 @@ class SmartPrefillQuestion(msgspec.Struct, frozen=True):
 
     ``target``: speed of the machine and model that answer, None if unknown. ``dense_s``: seconds of the best
     plan that prefills all that is not cached. ``kept_s``: of the best plan, with helpers, for the part that
-    is kept. Both are 0 if unknown.
+    is kept. Both are 0 if unknown. ``form``: in which that part is read.
     """
 
     tokens: int
@@ -109,6 +110,7 @@ class SmartPrefillQuestion(msgspec.Struct, frozen=True):
     chunk: int = MEASURED_TOKENS
     dense_s: float = 0.0
     kept_s: float = 0.0
+    form: FormChoice = FormChoice()
 
 
 class Segments(msgspec.Struct, frozen=True):
@@ -150,7 +152,7 @@ class Parking(msgspec.Struct, frozen=True):
 
 class SmartPlan(msgspec.Struct, frozen=True):
     """``predicted_s`` = ``score_s`` + ``reload_s`` + ``prefill_s``, to compare with ``dense_s``, which is 0
-    if unknown. ``score_s`` has the load of what scores in it.
+    if unknown. ``score_s`` has the load of what scores in it. ``form``: as it was asked.
 
     The plan is worth it if ``code`` is ""; otherwise ``code`` says why not, and ``reason`` gives the figures.
     """
@@ -162,6 +164,7 @@ class SmartPlan(msgspec.Struct, frozen=True):
     code: Code = ""
     reason: str = ""
     parking: Parking | None = None
+    form: FormChoice = FormChoice()
 
     @property
     def reload_s(self) -> float:
@@ -264,7 +267,7 @@ def _judged(
             f"Scoring would take {score_s:.2f} s{loads} and prefilling {asked.ratio:.0%} of it "
             f"{prefill_s:.2f} s; all of it takes {asked.dense_s:.2f} s."
         )
-    return SmartPlan(parts, score_s, prefill_s, asked.dense_s, code, reason, parking)
+    return SmartPlan(parts, score_s, prefill_s, asked.dense_s, code, reason, parking, asked.form)
 
 
 def _prefill_s(asked: SmartPrefillQuestion) -> float:

@@ -311,7 +311,7 @@ def _passed_over(way: Way, best: Way, c: Candidate, chosen: Candidate) -> Way:
         reason = f"{way.name} would have {beside}; the prompt needs {need}."
     elif share >= 1:
         code = "slower"
-        reason = f"The answer would take {percent(share - 1)} longer than {_where(best)}."
+        reason = f"The answer would take {percent(share - 1)} longer than {where(best)}."
     else:
         code = "margin"
         least = percent(1 - ADVANTAGE)
@@ -325,7 +325,8 @@ def _named(way: Way) -> str:
     return way.name if way.node_id != THIS_NODE else "This machine"
 
 
-def _where(way: Way) -> str:
+def where(way: Way) -> str:
+    """The way as a part of a sentence: which machine answers or, on this one, how the prompt is prefilled."""
     if way.node_id != THIS_NODE:
         return f"on {way.name}"
     return described(way.prefill) if way.prefill is not None else "staying here"

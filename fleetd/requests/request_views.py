@@ -15,6 +15,7 @@ from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import SmartPlan
 from fleetd.requests.job import THIS_NAME, Job, Planned
 from fleetd.requests.placement import planner_facts
+from fleetd.requests.placement.way_views import way_view
 from fleetd.requests.request import Request
 from fleetd.requests.request_plan import RequestPlan, plan_of
 from fleetd.requests.request_steps import timeline
@@ -228,11 +229,12 @@ def _options(request: Request, smart_plan: SmartPlan | None) -> tuple[OptionView
         if request.answered_by:
             # That machine's own plan has its steps.
             dense = msgspec.structs.replace(dense, kind=chosen.kind, nodes=chosen.nodes, steps=[])
-        return (smart, [dense]) if used else (dense, [smart])
+        return (smart, [dense, *_other_form(smart_plan)]) if used else (dense, [smart])
     if not used:
         return chosen, [*losers, smart]
     # Scored, and what is kept is prefilled as the planner chose.
-    return _in_front(smart_plan, chosen), [dense, *(_in_front(smart_plan, way) for way in losers)]
+    others = [_in_front(smart_plan, way) for way in losers]
+    return _in_front(smart_plan, chosen), [dense, *others, *_other_form(smart_plan)]
 
 
 def _in_front(plan: SmartPlan, way: OptionView, *, loaded: bool = True) -> OptionView:
@@ -248,7 +250,22 @@ def _in_front(plan: SmartPlan, way: OptionView, *, loaded: bool = True) -> Optio
         nodes=[*dict.fromkeys([*smart.nodes[:-1], *way.nodes])],
         predicted_s=None if way.predicted_s is None else plan.score_s + plan.reload_s + way.predicted_s,
         steps=[*smart.steps[:-1], *way.steps],
+        form=smart.form,
     )
+
+
+def _other_form(plan: SmartPlan) -> list[OptionView]:
+    """The best way in the form that was not chosen, with the reason; [] if there is nothing to tell."""
+    passed = plan.form.passed
+    if passed is None:
+        return []
+    found = _in_front(plan, way_view(passed), loaded=not _prices_load(plan))
+    return [msgspec.structs.replace(found, form="text" if plan.form.chosen == "sparse" else "sparse")]
+
+
+def _prices_load(plan: SmartPlan) -> bool:
+    """True if the load of the model that answers is in the price of each way to answer, too."""
+    return plan.parking is not None and plan.parking.needed
 
 
 def ways_in_front(plan: SmartPlan, kept: Sequence[OptionView]) -> list[OptionView]:
@@ -263,14 +280,14 @@ def ways_in_front(plan: SmartPlan, kept: Sequence[OptionView]) -> list[OptionVie
         return [msgspec.structs.replace(smart, chosen=plan.worth_it)]
     found = [
         msgspec.structs.replace(
-            _in_front(plan, way, loaded=plan.parking is None or not plan.parking.needed),
+            _in_front(plan, way, loaded=not _prices_load(plan)),
             chosen=way.chosen and plan.worth_it,
             code=plan.code or way.code,
             reason=plan.reason or way.reason,
         )
         for way in kept
     ]
-    return found if plan.worth_it else found[:1]
+    return [*found, *_other_form(plan)] if plan.worth_it else found[:1]
 
 
 def smart_options(plan: SmartPlan, *, at: str = THIS_NAME) -> tuple[OptionView, OptionView]:
@@ -293,6 +310,7 @@ def smart_options(plan: SmartPlan, *, at: str = THIS_NAME) -> tuple[OptionView, 
         ],
         code=plan.code,
         reason=plan.reason,
+        form=plan.form.chosen,
     )
     dense = OptionView("local", [at], plan.dense_s or None, [StepView(step_names.PREFILLED, plan.dense_s)])
     return smart, dense

@@ -174,6 +174,11 @@ def test_a_daemon_without_others_has_one_plan() -> None:
         ),
         ({"kind": "smart", "nodes": ["mini", "this"], "prefill": "local"}, "smart"),
         ({"kind": "smart", "nodes": ["mini", "studio"], "prefill": "remote"}, "smart + remote"),
+        ({"kind": "smart", "nodes": ["this"], "prefill": "local", "form": "sparse"}, "smart sparse"),
+        (
+            {"kind": "smart", "nodes": ["a", "this"], "prefill": "tokens", "form": "text"},
+            "smart text + tokens",
+        ),
         ({**LAYERS, "cuts": [0, 1]}, "layers"),
         ({}, "-"),
     ],

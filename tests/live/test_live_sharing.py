@@ -16,6 +16,7 @@ import tiny_hybrid
 from forked_programs import Programs
 from live_daemon import LiveDaemon, frozen, until
 from live_fleet import LiveFleet, StreamedAnswer, answer, body, heard
+from test_live_smart import asked, haystack, post
 from timelines import check_steps
 
 from fleetd import limits
@@ -126,6 +127,31 @@ def test_a_shared_answer_is_the_answer_of_one_machine(ready: LiveFleet) -> None:
     shown = ready[home].control("GET", "/metrics")
     assert f'fleetd_share_total{{kind="{trace["chosen"]["kind"]}",outcome="shared"}} 1.0' in shown
     assert 'fleetd_served_total{kind="assist",outcome="done"} 1.0' in ready[helper].control("GET", "/metrics")
+
+
+def test_a_prompt_is_shortened_as_a_text_that_two_machines_read_sooner(ready: LiveFleet) -> None:
+    alpha, wanted = ready["alpha"], {"target_ratio": 0.3, "compressor_model": SMOL}
+    headers, got = post(alpha, "/v1/chat/completions", asked(model=SMOL, smart_prefill=wanted))
+    assert (headers["x-smartprefill-mode"], headers["x-fleet-exactness"]) == ("text", "lossy")
+    assert "48213" in got["choices"][0]["message"]["content"]
+    found: list[dict[str, Any]] = []
+
+    def written() -> bool:
+        traces = alpha.control("GET", "/fleet/v1/traces?last=20")["traces"]
+        found.extend(trace for trace in traces if trace["id"].startswith(got["id"]))
+        return bool(found)
+
+    until(written, 10)
+    trace = found[0]
+    assert (trace["outcome"], trace["chosen"]["form"]) == ("smart", "text"), trace
+    assert trace["answered_by"] or trace["chosen"]["prefill"] in ("layers", "tokens", "whole")
+    (passed,) = [loser for loser in trace["losers"] if loser["form"] == "sparse"]
+    assert (passed["code"], passed["nodes"][-1]) == ("slower", "this")
+    # Without others it is read at its own places.
+    request = asked(model=SMOL, smart_prefill=wanted, local_only=True)
+    request["messages"][1]["content"] = haystack(114, 50)
+    headers, _ = post(alpha, "/v1/chat/completions", request)
+    assert headers["x-smartprefill-mode"] == "sparse"
 
 
 def test_a_hybrids_shared_prompt_is_not_read_again_where_its_end_is_edited(pair: LiveFleet) -> None:

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from fakes import FakeModels
+import pytest
+from fakes import FakeFolder, FakeModels
 from runners import runner_over
 from smart_fakes import (
     Profiles,
@@ -24,6 +26,7 @@ from fleetd.engine.protocol import (
     ChatPrompt,
     Finished,
     Generate,
+    Ready,
     TextPrompt,
     TokenPrompt,
 )
@@ -31,9 +34,9 @@ from fleetd.p2p.membership.cards import Card
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.ledger import Ledger
-from fleetd.requests.members.members import Members
+from fleetd.requests.members.members import Member, Members
 from fleetd.requests.metrics import Metrics
-from fleetd.requests.placement.placement import Placement
+from fleetd.requests.placement.placement import Placement, Placer
 from fleetd.requests.runner import RequestRunner
 from fleetd.requests.smart_prefill.client import AnsweringModel, SmartPrefill
 from fleetd.requests.smart_prefill.compression_job import (
@@ -87,22 +90,29 @@ class SmartHome:
 
 
 def maker(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., SmartHome]:
-    """Makes a machine that has the model ``m`` and a scorer; ``fields`` are those of its ScoringPool."""
+    """Makes a machine that has the model ``m`` and a scorer; ``fields`` are those of its ScoringPool.
+
+    ``others``: the rest of its fleet, with which ways to read prompts are priced; None if they are not.
+    """
 
     def make(
         profiles: Profiles | None = None,
         pool: ScoringPool | None = None,
         clock: Callable[[], float] = time.monotonic,
         own_card: Callable[[], Card | None] = lambda: None,
+        others: list[Member] | None = None,
         **fields: Any,
     ) -> SmartHome:
         pool, found, speeds = pool or ScoringPool(**fields), models("m", "smollm2-135m"), ModelSpeeds()
         traces: list[Trace] = []
-        members = Members(own_card=own_card)
+        members = Members(lambda: others or (), own_card)
         scoring = SegmentScoring(pool, None, monotonic=clock)
         scorers = Scorers(pool, found, speeds, members, profiles=profiles or Profiles())
         compressing = CompressionService(scoring, scorers, ledger, monotonic=clock)
-        smart = SmartPrefill(compressing, members, pool, metrics, monotonic=clock)
+        placer = None
+        if others is not None:
+            placer = Placer(members, lambda *_: pytest.fail("nothing is sent"), partial(facts_of, pool))
+        smart = SmartPrefill(compressing, members, pool, metrics, placer=placer, monotonic=clock)
         runner = runner_over(
             pool,
             found,
@@ -117,6 +127,12 @@ def maker(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., Smart
         return SmartHome(runner, pool, found, store, metrics, speeds, smart, traces)
 
     return make
+
+
+def facts_of(pool: ScoringPool, name: str) -> Ready | None:
+    """What the engine of a model says."""
+    engine = pool.engine(FakeFolder(name))
+    return None if engine is None else engine.facts
 
 
 def target(this: SmartHome) -> AnsweringModel:

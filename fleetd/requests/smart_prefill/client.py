@@ -30,10 +30,11 @@ from fleetd.errors import FleetError
 from fleetd.models.folder import ModelFolder
 from fleetd.plan.costs import MEASURED_TOKENS
 from fleetd.plan.prefill import step_names
+from fleetd.plan.prompt_forms import FormChoice, sooner_form
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import RouteQuestion
 from fleetd.plan.scoring import SmartPrefillQuestion
-from fleetd.plan.ways import Ways
+from fleetd.plan.ways import Way, Ways
 from fleetd.process.observe import get_logger
 from fleetd.requests.job import THIS_NAME, Job, prompt_text
 from fleetd.requests.members.members import Members
@@ -190,12 +191,11 @@ class SmartPrefill(PipelineStep):
                     if tokens < policy.min_prompt_tokens:
                         raise _short(tokens, policy)
             kept_tokens = int(compression.kept_share * tokens)
-            turns = smart_prompt.turns(found)
-            # Keys of a prompt that was cut stay for one that goes on from it and leaves out the same.
-            begun = turns > 0 and not (compression.aged and compression.aged.sparse)
-            form = self._form(policy, target, tokens, kept_tokens, begun=begun)
+            stays, begun = _stays(job), _begun(compression)
+            choice = self._form(policy, target, tokens, kept_tokens, begun=begun, stays=stays)
+            form = choice.chosen
             compression.policy = msgspec.structs.replace(policy, mode=form)
-            compression.price = lambda tokens, ratio: self._price(job, target, form, tokens, ratio)
+            compression.price = lambda tokens, ratio: self._price(job, target, choice, tokens, ratio)
             if compression.selection is None:
                 async with aclosing(self.compressing.score(compression)) as steps:
                     async for progress in steps:
@@ -226,12 +226,12 @@ class SmartPrefill(PipelineStep):
         if folder is None or self._pool.loading_engine(folder) is not None:
             return False
         kept_tokens = int(compression.kept_share * compression.tokens)
-        form = self._form(
-            msgspec.structs.replace(policy, mode="auto"), target, compression.tokens, kept_tokens
-        )
-        if policy.mode == "sparse" and form != "sparse":
+        stays, begun = _stays(job), _begun(compression)
+        try:
+            choice = self._form(policy, target, compression.tokens, kept_tokens, begun=begun, stays=stays)
+        except SkipCompression:
             return False  # once it is loaded, it may say otherwise
-        compression.price = lambda tokens, ratio: self._price(job, target, form, tokens, ratio)
+        compression.price = lambda tokens, ratio: self._price(job, target, choice, tokens, ratio)
         try:
             plan = (await self.compressing.way(compression)).plan
         except SkipCompression:
@@ -312,21 +312,22 @@ class SmartPrefill(PipelineStep):
             target: the model that reads the whole prompt, by ``view``.
         """
         policy = msgspec.structs.replace(policy, target_ratio=ratio or policy.target_ratio)
+        begun: Form = ""
         if policy.mode == "sparse":
             # A model that is not loaded does not say yet that it can.
-            policy = msgspec.structs.replace(policy, mode="auto")
+            policy, begun = msgspec.structs.replace(policy, mode="auto"), "sparse"
         tokens = view.prompt_tokens
         weights_bytes = target.folder.weights_bytes if target.folder is not None else 0
         try:
             if tokens < policy.min_prompt_tokens:
                 raise _short(tokens, policy)
             ratio = kept_share(policy, tokens)
-            form = self._form(policy, target, tokens, int(ratio * tokens))
-            ratio = self._computed(form, target, tokens, ratio)
-            asked = self._asked(target, form, tokens, view.cached_tokens, ratio)
+            choice = self._form(policy, target, tokens, int(ratio * tokens), begun=begun)
+            ratio = self._computed(choice.chosen, target, tokens, ratio)
+            asked = self._asked(target, choice, tokens, view.cached_tokens, ratio)
             price = CompressionPrice(asked, weights_bytes)
             plan = await self.compressing.options(price, policy, self._may_give_way(target))
-            ways = self._ways(target, *_kept_size(form, tokens, ratio))
+            ways = self._ways(target, *_kept_size(choice.chosen, tokens, ratio))
             smart = ways_in_front(plan, way_views(ways) if ways is not None else [])
         except SkipCompression as skip:
             smart = [OptionView("smart", [THIS_NAME], None, code=skip.code, reason=skip.reason)]
@@ -344,27 +345,35 @@ class SmartPrefill(PipelineStep):
         tokens: int,
         kept_tokens: int,
         *,
-        begun: bool = False,
-    ) -> Form:
-        """``begun``: the prompt goes on from an answer to one that was not sparse; ``kept_tokens``: about how
-        much stays of it.
+        begun: Form = "",
+        stays: bool = False,
+    ) -> FormChoice:
+        """The form in which the prompt is shortened.
+
+        Args:
+            kept_tokens: about how much stays of it.
+            begun: the form of the prompt that it goes on from, "" if there is none.
+            stays: no machine but ``target`` may be chosen for it.
 
         Raises SkipCompression.
         """
         if policy.mode == "text":
-            return "text"
+            return FormChoice("text")
         why_not = self._not_sparse(target)
         if not why_not and self._too_long(target, tokens):
             why_not = "the prompt is longer than its context."
         if policy.mode == "sparse" and why_not:
             raise SkipCompression("no_form", f"{target.name} cannot prefill a part of a prompt: {why_not}")
         if policy.mode == "sparse":
-            return "sparse"
+            return FormChoice("sparse")
         # A conversation goes on as it began, or it would find nothing of itself in the prefix cache. And a
         # sliding window may be more than all that is to be kept.
-        if why_not or begun or self._tail(target) > kept_tokens:
-            return "text"
-        return "sparse"
+        if why_not or begun == "text" or self._tail(target) > kept_tokens:
+            return FormChoice("text")
+        if begun == "sparse" or stays or not 0 < kept_tokens < tokens:
+            return FormChoice("sparse")
+        sparse, text = self._best(target, tokens, 0, kept_tokens), self._best(target, kept_tokens, 0, 0)
+        return sooner_form(sparse, text)
 
     def _not_sparse(self, target: AnsweringModel) -> str:
         """Why the model that answers cannot leave tokens out; "" if it can."""
@@ -399,20 +408,20 @@ class SmartPrefill(PipelineStep):
         return min(1.0, max(ratio, self._tail(target) / max(1, tokens)))
 
     def _price(
-        self, job: Job, target: AnsweringModel, form: Form, tokens: int, ratio: float
+        self, job: Job, target: AnsweringModel, choice: FormChoice, tokens: int, ratio: float
     ) -> CompressionPrice:
         """What reading all of it would take, what is cached already counted."""
-        ratio = self._computed(form, target, tokens, ratio)
+        ratio = self._computed(choice.chosen, target, tokens, ratio)
         whole = prompt_text(smart_prompt.plain(job.request))
         cached = self._members.known_tokens(target.choice.node_id, target.name, whole)
         weights_bytes = target.folder.weights_bytes if target.folder is not None else 0
-        asked = self._asked(target, form, tokens, cached, ratio, alone=not job.shareable)
+        asked = self._asked(target, choice, tokens, cached, ratio, alone=not job.shareable)
         return CompressionPrice(asked, weights_bytes)
 
     def _asked(
         self,
         target: AnsweringModel,
-        form: Form,
+        choice: FormChoice,
         tokens: int,
         cached: int,
         ratio: float,
@@ -422,23 +431,28 @@ class SmartPrefill(PipelineStep):
         """``alone``: the prompt stays here, so no other machine answers or helps."""
         speed = self.compressing.scorers.speed_at(target.choice.node_id, target.name)
         if speed is None:
-            return SmartPrefillQuestion(tokens, ratio, None)
+            return SmartPrefillQuestion(tokens, ratio, None, form=choice)
         new = range(min(cached, tokens), tokens)
         dense_s = speed.total(1.0, new, MEASURED_TOKENS)
         helped_s = kept_s = 0.0
         if not alone:
             helped_s = self._best_s(target, tokens, new.start, 0)
-            kept_s = self._best_s(target, *_kept_size(form, tokens, ratio))
+            kept_s = self._best_s(target, *_kept_size(choice.chosen, tokens, ratio))
         if helped_s > 0:
             dense_s = min(dense_s, helped_s)
         if self._too_long(target, tokens):
             dense_s = 0.0  # nothing to compare with: no machine reads all of it
-        return SmartPrefillQuestion(tokens, ratio, speed, dense_s=dense_s, kept_s=kept_s)
+        return SmartPrefillQuestion(tokens, ratio, speed, dense_s=dense_s, kept_s=kept_s, form=choice)
 
     def _best_s(self, target: AnsweringModel, tokens: int, cached: int, kept: int) -> float:
         """Seconds to the first token in the best way; 0 if unknown."""
+        best = self._best(target, tokens, cached, kept)
+        return 0.0 if best is None else best.first_token_s or 0.0
+
+    def _best(self, target: AnsweringModel, tokens: int, cached: int, kept: int) -> Way | None:
+        """The best way to answer; None if unknown."""
         ways = self._ways(target, tokens, cached, kept)
-        return 0.0 if ways is None or ways.chosen is None else ways.chosen.first_token_s or 0.0
+        return None if ways is None else ways.chosen
 
     def _ways(self, target: AnsweringModel, tokens: int, cached: int, kept: int) -> Ways | None:
         """The ways to answer a prompt. One of which only ``kept`` tokens are computed is answered by the
@@ -470,6 +484,19 @@ def _kept_size(form: Form, tokens: int, ratio: float) -> tuple[int, int, int]:
     computed unless that is 0."""
     kept = math.ceil(tokens * ratio)
     return (tokens, 0, kept) if form == "sparse" and kept < tokens else (kept, 0, 0)
+
+
+def _stays(job: Job) -> bool:
+    """True if other machines may not see the prompt, or the request names those that may answer."""
+    return not job.shareable or bool(job.placement)
+
+
+def _begun(compression: CompressionJob) -> Form:
+    """The form of the prompt that this one goes on from or repeats; "" if there is none."""
+    if compression.aged:
+        return "sparse" if compression.aged.sparse else "text"
+    # What was decided about it is not known any more.
+    return "text" if smart_prompt.turns(compression.document) else ""
 
 
 def _note(shortening: Shortening, compression: CompressionJob, loaded: list[Span]) -> None:

@@ -146,7 +146,8 @@ function alternatives(trace) {
             h("td", { class: "reason" }, option.reason)))))));
 }
 
-function wayOf({ kind, prefill }) {
+function wayOf({ kind, prefill, form }) {
   if (kind === "any") return none;
-  return prefill && prefill !== "local" ? `${kind} + ${prefill}` : kind;
+  const named = form ? `${kind} ${form}` : kind;
+  return prefill && prefill !== "local" ? `${named} + ${prefill}` : named;
 }
