@@ -24,9 +24,11 @@ from fleetd.control.group_view import GroupView
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.model_listing import FoundModels, ModelListing
 from fleetd.engine.daemon_side.group_front import GroupFront
-from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
+from fleetd.engine.daemon_side.worker_maker import WorkerMaker
 from fleetd.engine.scoring.known_profiles import ProfileStore
+from fleetd.engine.settings import WorkerOptions
 from fleetd.errors import Draining, FleetError
 from fleetd.fleet.own_card import CardMaker, Readings
 from fleetd.fleet.service import Fleet, default_name
@@ -127,14 +129,17 @@ class MachineParts:
         )
         self.load_times = LoadTimes()
         self.pool = pool or EnginePool(
-            _pool_options(config, home, self.disk_cache.for_workers),
-            record_path=self.models.record_path,
+            WorkerMaker(
+                _worker_options(config, home, self.disk_cache.for_workers),
+                record_path=self.models.record_path,
+                weight_rules=self.weight_rules,
+                load_s=lambda folder: self.load_times.seconds(folder.name, folder.weights_bytes),
+                drafter=self._drafter,
+                kv_bits=config.models.kv_bits_of,
+            ),
+            idle_unload_s=float(config.engine.idle_unload_s),
             pressure=lambda: self.prober.read().pressure,
-            weight_rules=self.weight_rules,
-            load_s=lambda folder: self.load_times.seconds(folder.name, folder.weights_bytes),
             pinned=lambda: self.pinned.names,
-            drafter=self._drafter,
-            kv_bits=config.models.kv_bits_of,
             ended=self._worker_ended,
         )
         self.metrics = Metrics(__version__, engines=self.pool.status, peers=peers)
@@ -241,8 +246,8 @@ class DaemonParts:
         )
         self.groups = self._groups(self.fleet) if self.fleet else None
         if self.groups is not None:
-            self.machine.pool.groups = self.groups
-            self.machine.pool.cut_anew = self.groups.anew
+            self.machine.pool.maker.groups = self.groups
+            self.machine.pool.recut.cut_anew = self.groups.anew
         self.drafting = self._drafter_service()
         self.placer = self._placer()
         self.compressing = self._compression()
@@ -316,7 +321,7 @@ class DaemonParts:
             machine=machine.prober.read,
             budget=machine.memory_budget,
             weight_rules=machine.weight_rules,
-            kv_bits=machine.pool.kv_bits,
+            kv_bits=self._config.models.kv_bits_of,
             wire_bits=self._config.fleet.narrow_bits,
             engines=machine.pool.status,
             counts=lambda: self.runner.counts,
@@ -396,7 +401,7 @@ class DaemonParts:
 
     def _groups(self, fleet: Fleet) -> FleetGroups:
         pool, sums = self.machine.pool, MeasuredSums()
-        pool.ranks = ranks = RankPlanner(
+        pool.maker.ranks = ranks = RankPlanner(
             fleet,
             self.members,
             self.promised.promise,
@@ -455,7 +460,7 @@ class DaemonParts:
             needed_bytes=lambda folder: estimated_files(
                 folder.weights_bytes, folder.config, self.machine.weight_rules()
             ),
-            kv_bits=self.machine.pool.kv_bits,
+            kv_bits=self._config.models.kv_bits_of,
         )
 
     def _compression(self) -> CompressionService:
@@ -532,7 +537,7 @@ class DaemonParts:
             finished=machine.metrics.served,
         )
         dialer = BulkDialer(node)
-        assists = AssistServer(dialer, machine.pool, context, label=self.origins.label)
+        assists = AssistServer(dialer, machine.pool.lent, context, label=self.origins.label)
         blocks = BlockServer(
             dialer,
             machine.disk_cache,
@@ -549,7 +554,7 @@ class DaemonParts:
             VectorServer(machine.pool, context, machine.ledger, chats=self._chats),
         )
         node.handle(smart_messages.SCORE, ScoreServer(machine.pool, context, machine.ledger))
-        node.handle(drafting_messages.FOLLOW, DraftServer(dialer, machine.pool, context))
+        node.handle(drafting_messages.FOLLOW, DraftServer(dialer, machine.pool.lent, context))
         node.handle(fetching_messages.FIND, blocks.find)
         node.handle(fetching_messages.LOOK, blocks.look)
         node.handle(fetching_messages.FETCH, blocks.fetch)
@@ -557,7 +562,7 @@ class DaemonParts:
         node.handle(sharing_messages.WARM, assists.warm)
         self.stages = StageServer(
             dialer,
-            machine.pool,
+            machine.pool.lent,
             context,
             node.name_of,
             self.promised,
@@ -572,7 +577,7 @@ class DaemonParts:
         node.handle(group_messages.LINK, self.stages.link)
         ranks = RankServer(
             dialer,
-            machine.pool,
+            machine.pool.lent,
             context,
             self.promised.promise,
             machine.usable_bytes,
@@ -653,9 +658,9 @@ def _cache_settings(config: Config, home: HomeFolder) -> DiskCacheSettings:
     return DiskCacheSettings(str(folder), str(home.kv_key), config.cache.quota_bytes)
 
 
-def _pool_options(config: Config, home: HomeFolder, blocks: DiskCacheSettings | None) -> PoolOptions:
+def _worker_options(config: Config, home: HomeFolder, blocks: DiskCacheSettings | None) -> WorkerOptions:
     engine = config.engine
-    return PoolOptions(
+    return WorkerOptions(
         device=engine.device,
         threads=engine.threads,
         cpu_arithmetic=engine.cpu_arithmetic,
@@ -669,5 +674,4 @@ def _pool_options(config: Config, home: HomeFolder, blocks: DiskCacheSettings | 
         speculation=config.speculation.mode,
         cache=str(home.cache),
         blocks=blocks,
-        idle_unload_s=float(engine.idle_unload_s),
     )

@@ -144,6 +144,8 @@ ENGINE_STALL_S = 60.0
 ENGINE_COMPILE_S = 600.0
 # An engine that has work but has not taken a step for this long makes /health say "stalled".
 ENGINE_STALL_REPORT_S = 10.0
+# The pool looks for stalled and idle workers, and for a lack of memory, so often.
+POOL_CHECK_S = 1.0
 # A stage of a load that says nothing more, though it computes.
 ENGINE_LOAD_S = 900.0
 # A load that reads nothing, takes no memory and does not compute for so long never will: a disk spins up in

@@ -23,7 +23,9 @@ from two_disks import PROMPT, TwoMachines
 
 from fleetd import limits
 from fleetd.engine.cpu import mlx_functions, products
-from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.worker_maker import WorkerMaker
+from fleetd.engine.settings import WorkerOptions
 from fleetd.models.folder import ModelFolder
 
 
@@ -94,8 +96,9 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
 async def make_pool() -> AsyncIterator[Callable[..., EnginePool]]:
     async with AsyncExitStack() as stack:
 
-        def make(**options: Any) -> EnginePool:
-            pool = EnginePool(PoolOptions(**{"device": "cpu", "max_memory_bytes": 2 << 30, **options}))
+        def make(idle_unload_s: float = 1800.0, **options: Any) -> EnginePool:
+            given = WorkerOptions(**{"device": "cpu", "max_memory_bytes": 2 << 30, **options})
+            pool = EnginePool(WorkerMaker(given), idle_unload_s=idle_unload_s)
             stack.push_async_callback(pool.close)
             return pool
 

@@ -18,11 +18,11 @@ from sharing import LAYERS, write
 
 from fleetd import limits
 from fleetd.control.prefill_trace import GroupStage
-from fleetd.engine.daemon_side import pool as pool_module
 from fleetd.engine.daemon_side.group_front import GroupFront, NewCut
-from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.worker_maker import WorkerMaker
 from fleetd.engine.protocol import LoadFailed, Loading
-from fleetd.engine.settings import GroupMember, WorkerSettings
+from fleetd.engine.settings import GroupMember, WorkerOptions, WorkerSettings
 from fleetd.errors import FleetError, GroupLost, MemberGone, ModelUnsupported, NoMachine
 from fleetd.models import memory_need, model_sizes
 from fleetd.models.folder import ModelFolder
@@ -30,6 +30,8 @@ from fleetd.models.model_sizes import ModelSizes
 from fleetd.models.weights import weight_files
 
 pytestmark = pytest.mark.one_loop
+
+OPTIONS = WorkerOptions(device="cpu", max_memory_bytes=2 << 30)
 
 
 class FormingGroup:
@@ -82,7 +84,7 @@ async def test_layers_for_another_machine_do_not_wait_for_a_group_that_is_formed
         made.append(FormingGroup(over))
         return made[-1]
 
-    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30), groups=groups)
+    pool = EnginePool(WorkerMaker(OPTIONS, groups=groups))
     try:
         loading = asyncio.create_task(pool.load(folder, ["kitchen"]))
         while not made and not loading.done():  # noqa: ASYNC110  (the pool announces nothing before)
@@ -94,7 +96,7 @@ async def test_layers_for_another_machine_do_not_wait_for_a_group_that_is_formed
         def loads(_: Loading) -> None:
             askers.append([name for status in pool.status() for name in status.asked_by])
 
-        async with pool.assisting(folder, 2, LAYERS, progress=loads, asked_by="studio") as engine:
+        async with pool.lent.assisting(folder, 2, LAYERS, progress=loads, asked_by="studio") as engine:
             assert askers, "nothing was told of the load"
             assert all(names == ["studio"] for names in askers)
             assert (engine.settings.first_layer, engine.settings.last_layer) == (2, LAYERS)
@@ -119,7 +121,7 @@ async def test_a_model_is_loaded_without_a_look_at_its_files_on_the_loop(
         made[-1].lost.set()
         return made[-1]
 
-    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30), groups=groups)
+    pool = EnginePool(WorkerMaker(OPTIONS, groups=groups))
     try:
         with files_off_the_loop(folder.path), contextlib.suppress(GroupLost):
             await pool.load(folder, over)
@@ -130,9 +132,7 @@ async def test_a_model_is_loaded_without_a_look_at_its_files_on_the_loop(
 
 async def test_a_model_that_is_to_be_here_alone_is_not_cut(tmp_path: Path) -> None:
     folder = folder_of(write(tmp_path / "tiny"))
-    pool = EnginePool(
-        PoolOptions(device="cpu", max_memory_bytes=2 << 30), groups=lambda *_: pytest.fail("it is not cut")
-    )
+    pool = EnginePool(WorkerMaker(OPTIONS, groups=lambda *_: pytest.fail("it is not cut")))
     try:
         await pool.load(folder, [])
         assert pool.engine(folder) is not None
@@ -142,13 +142,13 @@ async def test_a_model_that_is_to_be_here_alone_is_not_cut(tmp_path: Path) -> No
 
 async def test_a_model_in_part_is_never_loaded_alone(tmp_path: Path) -> None:
     folder = outline(write(tmp_path / "tiny"), tmp_path / "models")
-    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30))
+    pool = EnginePool(WorkerMaker(OPTIONS))
     assert pool.takes_others(folder, None)
     try:
         for over in (None, []):
             with pytest.raises(NoMachine, match="is here in part"):
                 await pool.load(folder, over)
-        pool.ranks = lambda *_: pytest.fail("not all files are here")
+        pool.maker.ranks = lambda *_: pytest.fail("not all files are here")
         with pytest.raises(ModelUnsupported, match="need all files"):
             async for _ in pool.loading(folder, over=["kitchen"], split="tensors"):
                 pass
@@ -165,7 +165,7 @@ async def test_a_worker_is_told_of_the_drafter_for_its_model(tmp_path: Path) -> 
         asked.append(target.name)
         return tmp_path / "drafter"
 
-    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30), drafter=drafter)
+    pool = EnginePool(WorkerMaker(OPTIONS, drafter=drafter))
     try:
         await pool.load(folder)
         engine = pool.engine(folder)
@@ -216,23 +216,24 @@ async def test_a_group_that_nobody_uses_is_loaded_over_another_cut(
         seen.append((name, stages))
         return NewCut(group(), "kitchen is slow.", folder)
 
-    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30), groups=group, cut_anew=cut_anew)
+    pool = EnginePool(WorkerMaker(OPTIONS, groups=group))
+    pool.recut.cut_anew = cut_anew
     try:
         loading = asyncio.create_task(pool.load(folder, ["kitchen"]))
         await forming(pool, folder, made, 1)
         front = pool.loading_engine(folder)
         assert isinstance(front, GroupFront)
-        pool.cut_when_idle()
+        pool.recut.use_idle_time()
         assert not seen  # It loads, and has measured nothing.
         front.state, front.stages = "ready", measured
         await front._notify()
         await loading
         if asked:
-            with pool._claim(folder.name):
-                pool.cut_when_idle()
-                assert pool._cutting is None
+            with pool.table.claim(folder.name):
+                pool.recut.use_idle_time()
+                assert pool.recut.task is None
             return
-        pool.cut_when_idle()
+        pool.recut.use_idle_time()
         await forming(pool, folder, made, 2)
         assert seen == [(folder.name, measured)]
         assert [getattr(each, "closed", None) for each in made] == [True, False]
@@ -240,7 +241,7 @@ async def test_a_group_that_nobody_uses_is_loaded_over_another_cut(
         assert (status.state, status.cut_anew) == ("loading", "kitchen is slow.")
         # A request waits for it.
         waiting = asyncio.create_task(pool.load(folder))
-        pool.cut_when_idle()
+        pool.recut.use_idle_time()
         await asyncio.sleep(0)
         assert not waiting.done()
         await pool.unload(folder.name)
@@ -252,19 +253,19 @@ async def test_a_group_that_nobody_uses_is_loaded_over_another_cut(
 
 async def test_layers_are_loaded_on_when_one_of_two_that_wait_for_them_leaves(tmp_path: Path) -> None:
     folder = folder_of(write(tmp_path / "tiny"))
-    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30))
+    pool = EnginePool(WorkerMaker(OPTIONS))
 
     async def used() -> bool:
-        async with pool.assisting(folder, 2, LAYERS) as engine:
+        async with pool.lent.assisting(folder, 2, LAYERS) as engine:
             return engine.state == "ready"
 
     try:
         stays, leaves = (asyncio.create_task(used()) for _ in range(2))
-        while pool.part(folder) is None:  # noqa: ASYNC110  (the pool announces nothing before)
+        while pool.lent.part(folder) is None:  # noqa: ASYNC110  (the pool announces nothing before)
             await asyncio.sleep(0)
         leaves.cancel()
         await asyncio.gather(leaves, return_exceptions=True)
-        await pool.let_go(folder, 2, LAYERS)
+        await pool.lent.let_go(folder, 2, LAYERS)
         assert await stays
     finally:
         await pool.close()
@@ -281,11 +282,8 @@ async def test_a_model_that_is_unloaded_while_it_is_cut_anew_does_not_load(
         made.append(HeldGroup(["kitchen"]))
         return made[-1]
 
-    pool = EnginePool(
-        PoolOptions(device="cpu", max_memory_bytes=2 << 30),
-        groups=group,
-        cut_anew=lambda *_: NewCut(group(), "kitchen is slow.", folder),
-    )
+    pool = EnginePool(WorkerMaker(OPTIONS, groups=group))
+    pool.recut.cut_anew = lambda *_: NewCut(group(), "kitchen is slow.", folder)
     try:
         loading = asyncio.create_task(pool.load(folder, ["kitchen"]))
         await forming(pool, folder, made, 1)
@@ -302,11 +300,11 @@ async def test_a_model_that_is_unloaded_while_it_is_cut_anew_does_not_load(
             await stop()
 
         monkeypatch.setattr(front, "stop", slow)
-        pool.cut_when_idle()
+        pool.recut.use_idle_time()
         await ends.wait()
         assert await pool.unload(folder.name)
         ended.set()
-        cutting = pool._cutting
+        cutting = pool.recut.task
         assert cutting is not None
         await cutting
         assert pool.status() == []
@@ -321,7 +319,7 @@ async def test_other_machines_load_for_a_model_only_as_long_as_it_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     monkeypatch.setattr(limits, "GROUP_RECUT_IDLE_S", 0.0)
-    monkeypatch.setattr(pool_module, "_CHECK_S", 0.01)
+    monkeypatch.setattr(limits, "POOL_CHECK_S", 0.01)
     folder, made = folder_of(write(tmp_path / "tiny")), list[FormingGroup]()
     prepares, given_up = asyncio.Event(), asyncio.Event()
 
@@ -336,11 +334,8 @@ async def test_other_machines_load_for_a_model_only_as_long_as_it_is_held(
         finally:
             given_up.set()
 
-    pool = EnginePool(
-        PoolOptions(device="cpu", max_memory_bytes=2 << 30),
-        groups=group,
-        cut_anew=lambda *_: NewCut(group(), "kitchen is slow.", folder, None, prepare),
-    )
+    pool = EnginePool(WorkerMaker(OPTIONS, groups=group))
+    pool.recut.cut_anew = lambda *_: NewCut(group(), "kitchen is slow.", folder, None, prepare)
     try:
         loading = asyncio.create_task(pool.load(folder, ["kitchen"]))
         await forming(pool, folder, made, 1)
@@ -349,7 +344,7 @@ async def test_other_machines_load_for_a_model_only_as_long_as_it_is_held(
         front.state, front.stages = "ready", [GroupStage("", 0, 2, 0.1, 0.0, 64)]
         await front._notify()
         await loading
-        pool.cut_when_idle()
+        pool.recut.use_idle_time()
         await prepares.wait()
         # The group before is held meanwhile.
         assert pool.engine(folder) is front
@@ -358,7 +353,7 @@ async def test_other_machines_load_for_a_model_only_as_long_as_it_is_held(
         else:
             await pool.close()
         await given_up.wait()
-        cutting = pool._cutting
+        cutting = pool.recut.task
         assert cutting is not None
         await asyncio.wait([cutting])
         assert [getattr(each, "closed", None) for each in made] == [True, True]
@@ -384,7 +379,7 @@ async def test_whoever_ends_a_group_and_is_cancelled_is_cancelled(tmp_path: Path
         made.append(SlowGroup(["kitchen"]))
         return made[-1]
 
-    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30), groups=group)
+    pool = EnginePool(WorkerMaker(OPTIONS, groups=group))
     try:
         loading = asyncio.create_task(pool.load(folder, ["kitchen"]))
         await forming(pool, folder, made, 1)
@@ -417,7 +412,7 @@ async def test_a_disk_that_hangs_when_a_model_is_to_load_holds_up_nothing_else(
         return sizes(path, *given)
 
     monkeypatch.setattr(model_sizes, "weight_need", hangs)
-    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30))
+    pool = EnginePool(WorkerMaker(OPTIONS))
     try:
         loading = asyncio.create_task(pool.load(slow))
         await asyncio.to_thread(asked.wait)

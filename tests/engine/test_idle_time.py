@@ -13,7 +13,7 @@ from nested_fields import changed
 
 from fleetd import limits
 from fleetd.engine.daemon_side.loaded_model import LoadedModel
-from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Ready, ScoringState
 from fleetd.errors import OutOfMemory
 
@@ -46,7 +46,7 @@ class IdleMachine:
 
     def given(self) -> tuple[list[float], list[float]]:
         """To each since the last call."""
-        self.pool.use_idle_time()
+        self.pool.measuring.use_idle_time()
         told = self.small.given[:], self.large.given[:]
         self.small.given.clear()
         self.large.given.clear()
@@ -55,10 +55,10 @@ class IdleMachine:
 
 @pytest.fixture
 async def machine() -> IdleMachine:
-    pool = EnginePool(PoolOptions())
+    pool = EnginePool()
     small, large = Engine(FACTS), Engine(changed(FACTS, weights_bytes=limits.IDLE_MODEL_BYTES + 1))
     engines: dict[str, Any] = {"large": large, "small": small}
-    pool._models = {name: LoadedModel([engine], pool._exited) for name, engine in engines.items()}
+    pool.table.models = {name: LoadedModel([engine], pool.table.exited) for name, engine in engines.items()}
     return IdleMachine(pool, small, large)
 
 
@@ -68,12 +68,12 @@ GIVEN = [limits.IDLE_TIME_S]
 async def test_a_small_model_is_measured_and_a_large_one_only_on_demand(machine: IdleMachine) -> None:
     assert machine.given() == (GIVEN, [])
     # What a prompt has wanted goes first.
-    machine.pool.measure_when_idle(LARGE)
+    machine.pool.measuring.want(LARGE)
     assert machine.given() == ([], GIVEN)
-    machine.pool._wanted.clear()
+    machine.pool.measuring._wanted.clear()
     machine.small.scoring = ScoringState("ready")
     assert machine.given() == ([], [])
-    machine.pool.measure_when_idle(LARGE)
+    machine.pool.measuring.want(LARGE)
     assert machine.given() == ([], GIVEN)
     machine.large.scoring = ScoringState("unable")
     assert machine.given() == ([], [])
@@ -85,13 +85,13 @@ async def test_nothing_is_measured_beside_a_request_or_a_load(machine: IdleMachi
     machine.large.busy, machine.large.state = False, "loading"
     assert machine.given() == ([], [])
     machine.large.state = "ready"
-    with machine.pool._claim("large"):
+    with machine.pool.table.claim("large"):
         assert machine.given() == ([], [])
     assert machine.given() == (GIVEN, [])
 
 
 async def test_time_is_taken_back_when_any_worker_is_to_do_something(machine: IdleMachine) -> None:
-    machine.pool._end_idle_time()
+    machine.pool.table.end_idle_time()
     assert (machine.small.given, machine.large.given) == ([0.0], [0.0])
 
 
@@ -104,15 +104,15 @@ async def test_a_model_is_loaded_to_be_measured_once_and_only_beside_others(
         loads.append(wanted.name)
         raise OutOfMemory("No room.")
 
-    monkeypatch.setattr(machine.pool, "_load_beside", load_beside)
-    del machine.pool._models["large"]
-    machine.pool.measure_when_idle(LARGE)
+    monkeypatch.setattr(machine.pool.loader, "load_beside", load_beside)
+    del machine.pool.table.models["large"]
+    machine.pool.measuring.want(LARGE)
     machine.small.busy = True
     assert machine.given() == ([], [])
     assert loads == []
     machine.small.busy = False
     for _ in range(3):
-        machine.pool.use_idle_time()
-        if machine.pool._measuring is not None:
-            await machine.pool._measuring
+        machine.pool.measuring.use_idle_time()
+        if machine.pool.measuring.task is not None:
+            await machine.pool.measuring.task
     assert loads == ["large"]

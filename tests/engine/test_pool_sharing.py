@@ -31,16 +31,16 @@ def weights_bytes(model: ModelFolder) -> int:
 async def test_a_loaded_model_helps_with_any_of_its_layers(make_pool: MakePool, model: ModelFolder) -> None:
     pool = make_pool()
     assert pool.engine(model) is None
-    assert not pool.holds(model, 0, 2)
+    assert not pool.lent.holds(model, 0, 2)
     async with (
-        pool.assisting(model, 0, 0) as every,
-        pool.assisting(model, 0, 2) as first,
-        pool.assisting(model, 2, LAYERS) as second,
+        pool.lent.assisting(model, 0, 0) as every,
+        pool.lent.assisting(model, 0, 2) as first,
+        pool.lent.assisting(model, 2, LAYERS) as second,
     ):
         assert every is first is second is pool.engine(model)
-        assert pool.part(model) is None
-        assert pool._in_use("tiny")
-    assert not pool._in_use("tiny")
+        assert pool.lent.part(model) is None
+        assert pool.table.in_use("tiny")
+    assert not pool.table.in_use("tiny")
     assert (await run(pool, model, prompt("r", 20, shared=False))).finished.usage.completion_tokens == 4
     assert [status.model for status in pool.status()] == ["tiny"]
 
@@ -51,13 +51,13 @@ async def test_who_asks_for_some_layers_gets_no_more_where_all_would_fit(
     """Whoever asked has found that its prompt does not fit beside all of them."""
     pool = make_pool()
     assert await _held(pool, model, 0, 2) == "tiny[0:2]"
-    assert pool.part(model) == (0, 2)
+    assert pool.lent.part(model) == (0, 2)
 
 
 async def test_a_model_that_is_being_loaded_helps_once_it_is(make_pool: MakePool, model: ModelFolder) -> None:
     pool = make_pool()
     whole = asyncio.create_task(_held(pool, model, 0, 0))
-    while (loaded := pool._models.get("tiny")) is None or loaded.state != "loading":  # noqa: ASYNC110
+    while (loaded := pool.table.models.get("tiny")) is None or loaded.state != "loading":  # noqa: ASYNC110
         await asyncio.sleep(0)
     assert await _held(pool, model, 0, 2) == "tiny" == await whole
     assert [status.model for status in pool.status()] == ["tiny"]
@@ -68,13 +68,13 @@ async def test_where_the_model_does_not_fit_some_layers_help(make_pool: MakePool
     both = await asyncio.gather(*(_held(pool, model, 0, 2) for _ in range(2)))
     assert both == ["tiny[0:2]", "tiny[0:2]"]
     assert pool.engine(model) is None
-    assert pool.holds(model, 0, 2)
-    assert pool.holds(model, 1, 2)
-    assert not pool.holds(model, 2, LAYERS)
+    assert pool.lent.holds(model, 0, 2)
+    assert pool.lent.holds(model, 1, 2)
+    assert not pool.lent.holds(model, 2, LAYERS)
     (status,) = pool.status()
     assert (status.model, status.state) == ("tiny[0:2]", "ready")
     assert (status.part_of, status.first_layer, status.last_layer) == ("tiny", 0, 2)
-    assert pool.part(model) == (0, 2)
+    assert pool.lent.part(model) == (0, 2)
     # Prefill is measured here too; there is nothing that it could decode.
     assert status.speed.prefill_tok_s > 0
     assert status.speed.decode_tok_s == 0
@@ -86,23 +86,23 @@ async def test_where_the_model_does_not_fit_some_layers_help(make_pool: MakePool
     assert [status.model for status in pool.status()] == ["tiny[0:2]"]
     assert await pool.unload("tiny")
     assert pool.status() == []
-    assert pool.part(model) is None
+    assert pool.lent.part(model) is None
 
 
 async def test_a_part_answers_nothing_and_goes_with_its_model(
     make_pool: MakePool, model: ModelFolder
 ) -> None:
     pool = make_pool(max_memory_bytes=WORKING_BYTES + weights_bytes(model) * 3 // 4)
-    async with pool.assisting(model, 2, LAYERS) as engine:
+    async with pool.lent.assisting(model, 2, LAYERS) as engine:
         assert engine.facts is not None
         assert (engine.facts.first_layer, engine.facts.last_layer) == (2, LAYERS)
         with pytest.raises(EngineError, match="some of the model's layers"):
             await anext(engine.stream(prompt("r", 20)))
     assert not await pool.unload("tin")
     assert await pool.unload("tiny")
-    assert not pool.holds(model, 2, LAYERS)
+    assert not pool.lent.holds(model, 2, LAYERS)
 
 
 async def _held(pool: EnginePool, model: ModelFolder, first: int, last: int) -> str:
-    async with pool.assisting(model, first, last) as engine:
+    async with pool.lent.assisting(model, first, last) as engine:
         return engine.settings.name

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from asking import ask, folder_of, run
 
-from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.worker_maker import WorkerMaker
 from fleetd.engine.protocol import Loading
+from fleetd.engine.settings import WorkerOptions
 from fleetd.errors import EngineDied, Overloaded
 from fleetd.models.folder import ModelFolder
 
@@ -47,7 +49,7 @@ async def test_the_first_model_is_gone_before_the_second_one_loads(
     if warm:
         await pool.load(second)
         pool.keep("second", 7.0)
-    async with pool.in_turn(first, second):
+    async with pool.turn_taking.in_turn(first, second):
         assert loaded(pool) == []
         await use(pool, first)
         assert loaded(pool) == ["first"]
@@ -73,7 +75,7 @@ async def test_requests_wait_for_the_turn_of_their_model(
                 waiting.set()
         return stages
 
-    async with pool.in_turn(first, second):
+    async with pool.turn_taking.in_turn(first, second):
         asked = [
             asyncio.create_task(answer(folder, waiting))
             for folder, waiting in zip((second, third), waits, strict=True)
@@ -93,7 +95,7 @@ async def test_a_model_that_gave_way_comes_back_whatever_goes_wrong(
     await pool.load(second)
 
     async def fails() -> None:
-        async with pool.in_turn(first, second):
+        async with pool.turn_taking.in_turn(first, second):
             await use(pool, first)
             raise ZeroDivisionError
 
@@ -104,7 +106,7 @@ async def test_a_model_that_gave_way_comes_back_whatever_goes_wrong(
     began = asyncio.Event()
 
     async def leaves() -> None:
-        async with pool.in_turn(first, second):
+        async with pool.turn_taking.in_turn(first, second):
             began.set()
             await asyncio.Event().wait()
 
@@ -123,25 +125,27 @@ async def test_a_model_that_was_not_loaded_is_not_loaded_for_a_client_that_left(
     pool = make_pool()
 
     async def fails() -> None:
-        async with pool.in_turn(first, second):
+        async with pool.turn_taking.in_turn(first, second):
             await use(pool, first)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         await fails()
     assert pool.status() == []
-    assert pool.why_stays(second) == ""
+    assert pool.turn_taking.why_stays(second) == ""
 
 
 async def test_a_model_that_is_used_or_pinned_does_not_give_way(
     first: ModelFolder, second: ModelFolder
 ) -> None:
     pinned: set[str] = set()
-    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30), pinned=lambda: pinned)
+    pool = EnginePool(
+        WorkerMaker(WorkerOptions(device="cpu", max_memory_bytes=2 << 30)), pinned=lambda: pinned
+    )
 
     async def refused(why: str) -> None:
         with pytest.raises(Overloaded, match=why):
-            async with pool.in_turn(first, second):
+            async with pool.turn_taking.in_turn(first, second):
                 pytest.fail("it gave way")
         assert loaded(pool) == ["second"]
 
@@ -166,7 +170,7 @@ async def test_the_first_model_stays_while_others_use_it(
     make_pool: MakePool, first: ModelFolder, second: ModelFolder
 ) -> None:
     pool = make_pool()
-    async with pool.in_turn(first, second):
+    async with pool.turn_taking.in_turn(first, second):
         answer = pool.stream(first, ask("<count>"))
         while isinstance(await anext(answer), Loading):
             pass
@@ -196,12 +200,12 @@ async def test_a_request_that_waits_for_its_ended_model_does_not_hold_the_turn(
         return (await run(pool, first, ask("<hello>", "again"))).text
 
     async def scores() -> None:
-        async with pool.in_turn(first, second):
+        async with pool.turn_taking.in_turn(first, second):
             while isinstance(await anext(answer), Loading):
                 pass
 
     scoring = asyncio.create_task(scores())
-    while (turns := pool._turns) is None or turns.allowed:  # noqa: ASYNC110  (the pool announces nothing)
+    while (turns := pool.loader.turns) is None or turns.allowed:  # noqa: ASYNC110  (it announces nothing)
         await asyncio.sleep(0)
     asked = asyncio.create_task(again())
     engine = pool.engine(first)
@@ -215,7 +219,7 @@ async def test_a_request_that_waits_for_its_ended_model_does_not_hold_the_turn(
 
 async def turn_ends(pool: EnginePool) -> None:
     """Wait until the first model is to give way."""
-    while (turns := pool._turns) is None or turns.allowed:  # noqa: ASYNC110  (the pool announces nothing)
+    while (turns := pool.loader.turns) is None or turns.allowed:  # noqa: ASYNC110  (it announces nothing)
         await asyncio.sleep(0)
 
 
@@ -233,7 +237,7 @@ async def test_who_asks_for_a_model_that_gives_way_does_not_put_off_the_one_that
         order.append(name)
 
     async def scores() -> None:
-        async with pool.in_turn(first, second):
+        async with pool.turn_taking.in_turn(first, second):
             await use(pool, first)
             began.set()
 
@@ -249,7 +253,7 @@ async def test_who_asks_for_a_model_that_gives_way_does_not_put_off_the_one_that
     await asyncio.wait({late, waiting}, return_when=asyncio.FIRST_COMPLETED)
     assert waits.is_set(), "it was answered, and more could be for ever"
     assert loaded(pool) == ["first"]
-    assert not pool.holds(first, 0, 1)
+    assert not pool.lent.holds(first, 0, 1)
     async for _ in early:
         pass
     await scoring
@@ -268,15 +272,15 @@ async def test_a_model_that_waited_for_a_turn_does_not_wait_for_the_next(
         async for _ in pool.loading(third):
             waits.set()
 
-    async with pool.in_turn(first, second):
+    async with pool.turn_taking.in_turn(first, second):
         asked = asyncio.create_task(loads_third())
         await waits.wait()
-    ending = pool._second
+    ending = pool.turn_taking.task
     assert ending is not None
     await ending
     with pytest.raises(Overloaded, match="another model is to be loaded first"):
-        async with pool.in_turn(first, second):
+        async with pool.turn_taking.in_turn(first, second):
             pytest.fail("a model that waits waited for one turn more")
     await asked
-    async with pool.in_turn(first, second):
+    async with pool.turn_taking.in_turn(first, second):
         assert loaded(pool) == ["third"]

@@ -69,7 +69,7 @@ async def test_a_worker_is_measured_while_nothing_runs(pool: EnginePool, chain: 
         await scored(pool, chain, Score("s", TEXT))
     async with asyncio.timeout(60):
         while engine.scoring.left == begun:  # a beat tells it
-            pool.use_idle_time()
+            pool.measuring.use_idle_time()
             await asyncio.sleep(0.05)
     answer = await run(pool, chain, ask("<hello>"))
     assert answer.text == "Hello there, world!"

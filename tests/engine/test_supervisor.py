@@ -24,6 +24,7 @@ from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.engine.cpu import openmp_file
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
+from fleetd.engine.daemon_side.worker_maker import WorkerMaker
 from fleetd.engine.protocol import (
     Accepted,
     AssistPrefill,
@@ -54,7 +55,7 @@ Misbehave = Callable[[str], None]
 @pytest.fixture
 def behave(monkeypatch: pytest.MonkeyPatch) -> Misbehave:
     monkeypatch.setattr(limits, "ENGINE_STOP_S", 0.2)
-    monkeypatch.setattr("fleetd.engine.daemon_side.pool._CHECK_S", 0.05)
+    monkeypatch.setattr(limits, "POOL_CHECK_S", 0.05)
 
     def behave(behaviour: str) -> None:
         monkeypatch.setattr(EngineProcess, "command", (sys.executable, fake_worker.__file__, behaviour))
@@ -169,7 +170,7 @@ async def test_a_rank_without_progress_is_a_loss_of_its_group(
     monkeypatch.setattr(limits, "ENGINE_STALL_S", 0.2)
     monkeypatch.setattr(limits, "RANK_SILENT_S", 3600.0)
     behave("accepts one")
-    async with watched.ranked(FOLDER, RingPlace(0, 2, 1, 2)) as engine:
+    async with watched.lent.ranked(FOLDER, RingPlace(0, 2, 1, 2)) as engine:
         with pytest.raises(GroupLost, match="no progress"):
             async for _ in engine.stream(ask("<hello>", "r")):
                 pass
@@ -499,7 +500,7 @@ async def test_an_unload_that_is_cancelled_ends_the_worker_all_the_same(
         behave(behaviour)
         for turns in range(6):
             await watched.load(FOLDER)
-            process = watched._models["fake"].first._process
+            process = watched.table.models["fake"].first._process
             unloading = asyncio.create_task(watched.unload("fake"))
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -513,7 +514,7 @@ async def test_an_unload_that_is_cancelled_ends_the_worker_all_the_same(
                 await process.wait()
     await watched.close()
     assert watched.held_bytes == 0
-    assert watched._ending == []
+    assert watched.table._ending == []
 
 
 async def test_a_rank_whose_request_ends_twice_leaves_no_worker(
@@ -524,7 +525,7 @@ async def test_a_rank_whose_request_ends_twice_leaves_no_worker(
     place = RingPlace(1, 2, 1, 2)
 
     async def served() -> None:
-        async with watched.ranked(FOLDER, place):
+        async with watched.lent.ranked(FOLDER, place):
             await asyncio.Event().wait()
 
     for turns in range(24):
@@ -562,7 +563,7 @@ async def test_closing_many_streams_leaves_no_claim_behind(watched: EnginePool, 
                 break
         await events.aclose()
         await watched.unload("fake")
-    assert not watched._in_use("fake")
+    assert not watched.table.in_use("fake")
 
 
 @pytest.mark.one_loop
@@ -586,7 +587,7 @@ async def test_a_critical_shortage_ends_idle_workers_and_none_that_is_used(
 ) -> None:
     behave("answers")
     await pool.load(FOLDER)
-    with pool._claim("fake"):
+    with pool.table.claim("fake"):
         await pool.relieve("critical")
         assert pool.engine(FOLDER) is not None
     # Not twice within a moment: what was given back shows only then.
@@ -622,7 +623,7 @@ async def test_a_pinned_model_ends_only_where_the_shortage_is_critical(
     monkeypatch.setattr(pool, "pinned", lambda: pinned)
     await pool.load(FOLDER)
     await pool.relieve("warning")
-    assert not await pool._evict_idle("memory is needed", kept=pool.pinned())
+    assert not await pool.table.evict_idle("memory is needed", kept=pool.pinned())
     assert pool.stays_s("fake") == math.inf
     (status,) = pool.status()
     assert status.pinned
@@ -639,7 +640,7 @@ async def test_the_pool_asks_by_itself(make_pool: Callable[..., EnginePool], beh
     pool = make_pool()
     await pool.load(FOLDER)
     pool.pressure = lambda: "critical"
-    worker = pool._models["fake"].first._process
+    worker = pool.table.models["fake"].first._process
     assert worker is not None
     watch = asyncio.create_task(pool.run())
     async with asyncio.timeout(60):
@@ -652,13 +653,13 @@ async def test_the_pool_asks_by_itself(make_pool: Callable[..., EnginePool], beh
 async def test_workers_are_told_what_others_hold(pool: EnginePool, behave: Misbehave) -> None:
     behave("answers")
     await pool.load(FOLDER)
-    first = pool._models["fake"].first
+    first = pool.table.models["fake"].first
     assert first.settings.held_bytes == 0
     held = pool.held_bytes
     assert held % (256 * limits.MIB) == 0
     assert held >= first.memory_bytes
     await pool.load(folder_of(Path("/nowhere"), "second"))
-    assert pool._models["second"].first.settings.held_bytes == held
+    assert pool.table.models["second"].first.settings.held_bytes == held
 
 
 @pytest.mark.one_loop
@@ -672,7 +673,7 @@ async def test_of_two_loads_that_begin_at_the_same_moment_the_second_counts_the_
     behave("answers")
     second = folder_of(Path("/nowhere"), "second")
     await asyncio.gather(pool.load(FOLDER), pool.load(second))
-    held = [model.first.settings.held_bytes for model in pool._models.values()]
+    held = [model.first.settings.held_bytes for model in pool.table.models.values()]
     assert sorted(held) == [0, 256 * limits.MIB]
 
 
@@ -683,7 +684,7 @@ async def test_a_worker_holds_memory_until_it_has_ended_and_none_after_it_has_di
     behave("deaf to shutdown")
     monkeypatch.setattr(limits, "ENGINE_STOP_S", 3600.0)
     await pool.load(FOLDER)
-    engine = pool._models["fake"].first
+    engine = pool.table.models["fake"].first
     unloading = asyncio.create_task(pool.unload("fake"))
     await asyncio.sleep(0)
     assert pool.status() == []
@@ -694,7 +695,7 @@ async def test_a_worker_holds_memory_until_it_has_ended_and_none_after_it_has_di
     behave("answers")
     await pool.load(FOLDER)
     died = asyncio.Event()
-    engine = pool._models["fake"].first
+    engine = pool.table.models["fake"].first
     engine.on_exit = lambda _: died.set()
     engine.kill()
     await died.wait()
@@ -743,7 +744,7 @@ async def test_earlier_workers_hear_what_later_ones_take_of_what_they_were_given
     pool.share_memory()
     assert told.pop() == ("fake", 0)
     await pool.load(folder_of(Path("/nowhere"), "second"))
-    first = pool._models["fake"].first
+    first = pool.table.models["fake"].first
     pool.share_memory()
     assert told == [("fake", 256 * limits.MIB), ("second", 0)]
     first._on_heartbeat(Heartbeat(1, kv_bytes=limits.GIB, prefix_bytes=limits.GIB, memory_bytes=5), 0.0)
@@ -764,13 +765,13 @@ async def test_earlier_workers_hear_what_later_ones_take_of_what_they_were_given
 @pytest.fixture
 def in_two(monkeypatch: pytest.MonkeyPatch) -> list[EngineProcess]:
     """Every model is loaded by two workers; all that were made."""
-    one, made = EnginePool._new_workers, list[EngineProcess]()
+    one, made = WorkerMaker.workers, list[EngineProcess]()
 
-    def two(pool: EnginePool, *given: Any) -> list[EngineProcess]:
-        made.extend(workers := [*one(pool, *given), *one(pool, *given)])
+    def two(maker: WorkerMaker, *given: Any) -> list[EngineProcess]:
+        made.extend(workers := [*one(maker, *given), *one(maker, *given)])
         return workers
 
-    monkeypatch.setattr(EnginePool, "_new_workers", two)
+    monkeypatch.setattr(WorkerMaker, "workers", two)
     return made
 
 
@@ -786,7 +787,7 @@ async def test_what_two_workers_hold_of_one_model_counts_together_until_both_are
 ) -> None:
     behave("answers")
     assert isinstance((await drain(watched))[-1], Finished)
-    (model,) = watched._models.values()
+    (model,) = watched.table.models.values()
     assert (model.state, [worker.state for worker in model.workers]) == ("ready", ["ready", "ready"])
     for worker in model.workers:
         worker._on_heartbeat(Heartbeat(1, kv_bytes=limits.GIB, memory_bytes=limits.GIB), 0.0)
@@ -805,7 +806,7 @@ async def test_if_one_of_two_workers_dies_both_are_ended_and_the_next_request_st
     behave("accepts one")
     asking = asyncio.create_task(drain(watched))
     async with asyncio.timeout(60):
-        while not (model := watched._models.get("fake")) or not model.busy:  # noqa: ASYNC110
+        while not (model := watched.table.models.get("fake")) or not model.busy:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     model.workers[dies].kill()
     with pytest.raises(EngineDied):
@@ -816,7 +817,7 @@ async def test_if_one_of_two_workers_dies_both_are_ended_and_the_next_request_st
     behave("answers")
     assert isinstance((await drain(watched, "again"))[-1], Finished)
     # It is one death of the model, whichever worker died.
-    assert [worker.restarts for worker in watched._models["fake"].workers] == [1, 1]
+    assert [worker.restarts for worker in watched.table.models["fake"].workers] == [1, 1]
 
 
 async def test_of_two_workers_none_is_left_if_one_does_not_load(
@@ -828,4 +829,4 @@ async def test_of_two_workers_none_is_left_if_one_does_not_load(
     assert len(in_two) == 2
     await both_ended(in_two)
     # The model is not kept if the first worker ends before the second one is started.
-    assert [model.state for model in watched._models.values()] in ([], ["failed"])
+    assert [model.state for model in watched.table.models.values()] in ([], ["failed"])

@@ -14,8 +14,9 @@ import vector_models
 from asking import ask, run
 
 from fleetd import limits
-from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
+from fleetd.engine.daemon_side.worker_maker import WorkerMaker
 from fleetd.engine.protocol import (
     Accepted,
     Delta,
@@ -31,6 +32,7 @@ from fleetd.engine.protocol import (
     TextsReranked,
     Tokenized,
 )
+from fleetd.engine.settings import WorkerOptions
 from fleetd.errors import (
     BadRequest,
     ContextLengthExceeded,
@@ -221,8 +223,8 @@ async def test_a_model_for_vectors_and_one_that_chats_make_room_for_each_other_u
 ) -> None:
     """In a memory that holds one of them, and where each takes some."""
     pinned: set[str] = set()
-    most = PoolOptions(device="cpu", max_memory_bytes=WORKING_BYTES + (64 << 20))
-    pool = EnginePool(most, pinned=lambda: pinned)
+    most = WorkerOptions(device="cpu", max_memory_bytes=WORKING_BYTES + (64 << 20))
+    pool = EnginePool(WorkerMaker(most), pinned=lambda: pinned)
 
     def loaded() -> list[str]:
         return [status.model for status in pool.status() if status.state == "ready"]

@@ -268,7 +268,7 @@ async def test_config_that_does_not_fit_the_weights(pool: EnginePool, tmp_path: 
 async def test_idle_model_is_unloaded(
     make_pool: Callable[..., EnginePool], chain: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleetd.engine.daemon_side.pool._CHECK_S", 0.05)
+    monkeypatch.setattr(limits, "POOL_CHECK_S", 0.05)
     pool = make_pool(idle_unload_s=0.2)
     unload, unloaded = pool.unload, asyncio.Event()
 
@@ -292,7 +292,7 @@ async def test_idle_model_is_unloaded(
 async def test_a_client_says_how_long_a_model_stays(
     make_pool: Callable[..., EnginePool], chain: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleetd.engine.daemon_side.pool._CHECK_S", 0.05)
+    monkeypatch.setattr(limits, "POOL_CHECK_S", 0.05)
     pool = make_pool(idle_unload_s=0.0)
     pool.keep("chain", 5.0)
     assert pool.stays_s("chain") == math.inf  # it is not loaded
@@ -345,7 +345,7 @@ async def test_reader_that_stops_reading_costs_only_its_own_answer(
     quick = await run(pool, chain, ask("<hello>", "quick"))
     assert quick.text == "Hello there, world!"
     async with asyncio.timeout(60):
-        while "slow" in pool._models["chain"].first._streams:  # noqa: ASYNC110 — its queue fills meanwhile
+        while "slow" in pool.table.models["chain"].first._streams:  # noqa: ASYNC110  (its queue fills)
             await asyncio.sleep(0.01)
     with pytest.raises(FleetError, match="too slowly"):
         async for _ in slow:

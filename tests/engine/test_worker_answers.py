@@ -11,7 +11,8 @@ import pytest
 import pytest_asyncio
 from asking import GREEDY, ask, run
 
-from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.worker_maker import WorkerMaker
 from fleetd.engine.protocol import (
     Accepted,
     ChatPrompt,
@@ -22,6 +23,7 @@ from fleetd.engine.protocol import (
     TextPrompt,
     TokenPrompt,
 )
+from fleetd.engine.settings import WorkerOptions
 from fleetd.errors import BadRequest, InvalidValue
 from fleetd.models.folder import ModelFolder
 
@@ -31,7 +33,7 @@ WEATHER = [{"type": "function", "function": {"name": "get_weather", "parameters"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool() -> AsyncIterator[EnginePool]:
-    made = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30))
+    made = EnginePool(WorkerMaker(WorkerOptions(device="cpu", max_memory_bytes=2 << 30)))
     yield made
     await made.close()
 
@@ -189,7 +191,7 @@ async def test_no_request_sees_anothers_cache(pool: EnginePool, chain: ModelFold
         *(run(pool, chain, ask(p, f"t{i}", top_logprobs=1)) for i, p in enumerate(prompts))
     )
     again = [await run(pool, chain, ask(p, f"s{i}", top_logprobs=1)) for i, p in enumerate(prompts)]
-    fresh = EnginePool(pool.options)
+    fresh = EnginePool(pool.maker)
     try:
         alone = [await run(fresh, chain, ask(p, f"s{i}", top_logprobs=1)) for i, p in enumerate(prompts)]
     finally:

@@ -51,9 +51,11 @@ from wire import Effect, Link, WatchedWire, Way
 
 from fleetd import limits
 from fleetd.control.prefill_trace import Trace
-from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
+from fleetd.engine.daemon_side.worker_maker import WorkerMaker
 from fleetd.engine.protocol import Generate, PrefillWithHelpers, StreamTag
+from fleetd.engine.settings import WorkerOptions
 from fleetd.p2p import node as node_module
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerConnection
@@ -122,7 +124,7 @@ class FaultMachines:
                 draining=lambda: False,
                 finished=lambda _kind, outcome: self.outcomes.append(outcome),
             )
-            assists = AssistServer(BulkDialer(machine.node), machine.pool, context)
+            assists = AssistServer(BulkDialer(machine.node), machine.pool.lent, context)
             self.assists.append(assists)
 
             async def assist(
@@ -297,7 +299,7 @@ class FaultMachines:
         await asyncio.gather(*(machine.rested() for machine in self.all.values()))
         for machine in self.all.values():
             assert len(machine.node.bulk._tickets) == 0, f"{machine.name} still expects somebody"
-            assert not any(machine.pool._claims.values()), f"{machine.name} still uses an engine"
+            assert not any(machine.pool.table.claims.values()), f"{machine.name} still uses an engine"
 
     def own(self) -> dict[str, int]:
         """Resources of this process, where the daemons are."""
@@ -360,7 +362,7 @@ async def machines(folder: Path) -> AsyncIterator[FaultMachines]:
 async def _made(folder: Path, patch: pytest.MonkeyPatch, stack: contextlib.ExitStack) -> FaultMachines:
     model = write(folder / "model")
     wire = WatchedWire()
-    options = PoolOptions(
+    options = WorkerOptions(
         device="cpu",
         threads=1,
         # Room for fewer tokens than the context has, so that a test can fill it.
@@ -372,7 +374,9 @@ async def _made(folder: Path, patch: pytest.MonkeyPatch, stack: contextlib.ExitS
     for name in (HOME, *HELPERS):
         node = Node(settings(folder, name))
         # Whatever others call it, by its files it is the same.
-        every.append(FaultMachine(name, node, EnginePool(options), folder_of(model, f"tiny-{name}")))
+        every.append(
+            FaultMachine(name, node, EnginePool(WorkerMaker(options)), folder_of(model, f"tiny-{name}"))
+        )
     for machine in every:
         await machine.node.open()
     found = FaultMachines(every[0], every[1:], wire, FullableStore(folder / "fleetd.db"))

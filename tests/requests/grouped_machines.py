@@ -40,9 +40,9 @@ from sharing import write
 from wire import Effect, Link, WatchedWire, Way
 
 from fleetd import limits
-from fleetd.engine.daemon_side import pool as pool_module
-from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
+from fleetd.engine.daemon_side.worker_maker import WorkerMaker
 from fleetd.engine.protocol import (
     Delta,
     Generate,
@@ -52,6 +52,7 @@ from fleetd.engine.protocol import (
     StreamTag,
     TokenPrompt,
 )
+from fleetd.engine.settings import WorkerOptions
 from fleetd.errors import FleetError
 from fleetd.models.memory_need import WORKING_BYTES, WeightRules
 from fleetd.p2p import node as node_module
@@ -128,13 +129,15 @@ class GroupedMachines:
 
     def _plan(self, home: FaultMachine) -> None:
         """How home chooses its members."""
-        home.pool.weight_rules = lambda: _NO_ROOM
+        home.pool.maker.weight_rules = lambda: _NO_ROOM
         rules = replace(_NO_ROOM, budget_bytes=24 << 20)
-        home.pool.groups = FleetGroups(self, self.members, lambda: rules)  # type: ignore[arg-type]
+        home.pool.maker.groups = FleetGroups(self, self.members, lambda: rules)  # type: ignore[arg-type]
 
     def _serve(self, machine: FaultMachine) -> None:
         context = ServingContext(machine, lambda: self.card(machine), draining=lambda: False)  # type: ignore[arg-type]
-        server = self.servers[machine.name] = StageServer(BulkDialer(machine.node), machine.pool, context)
+        server = self.servers[machine.name] = StageServer(
+            BulkDialer(machine.node), machine.pool.lent, context
+        )
 
         async def serve(peer: str, body: bytes, stream: Any) -> None:
             self.point(f"{machine.name}: asked")
@@ -214,7 +217,7 @@ class GroupedMachines:
             seen(error)
 
     def workers(self, name: str) -> list[EngineProcess]:
-        return self.all[name].pool._workers()
+        return self.all[name].pool.table.workers()
 
     # ---- faults ------------------------------------------------------------------------------------------
 
@@ -235,7 +238,7 @@ class GroupedMachines:
         observe.configure("warning", "json", stream=sys.stderr)
         for name, machine in self.all.items():
             self.signal(name, signal.SIGCONT)
-            machine.pool.options = replace(machine.pool.options, max_memory_bytes=MEMORY_BYTES)
+            machine.pool.maker.options = replace(machine.pool.maker.options, max_memory_bytes=MEMORY_BYTES)
         self.wire.mend()
         self.members.backoff = PeerBackoff()
         self.point = lambda step: Effect.PASS
@@ -277,7 +280,7 @@ class GroupedMachines:
         """Until no process, stream, ticket or reservation is left of any group."""
         for machine in self.all.values():
             await settled(
-                lambda machine=machine: not machine.pool._models and not machine.pool._ending,  # type: ignore[misc]
+                lambda machine=machine: not machine.pool.table.models and not machine.pool.table._ending,  # type: ignore[misc]
                 f"{machine.name} has no worker",
             )
             assert machine.pool.held_bytes == 0, f"{machine.name} still counts memory"
@@ -288,7 +291,7 @@ class GroupedMachines:
             await settled(lambda ends=ends: not len(ends), f"{name} ends nothing more")  # type: ignore[misc]
         for machine in self.all.values():
             assert len(machine.node.bulk._tickets) == 0, f"{machine.name} still expects somebody"
-            assert not any(machine.pool._claims.values()), f"{machine.name} still uses a worker"
+            assert not any(machine.pool.table.claims.values()), f"{machine.name} still uses a worker"
 
     def own(self) -> dict[str, int]:
         """Resources of this process, where the daemons are, and its workers."""
@@ -325,11 +328,15 @@ async def machines(
         observe.configure("warning", "json", stream=sys.stderr)
         for name, figure in figures.items():
             patch.setattr(limits, name, figure)
-        for name, figure in (("RETIRE_S", 0.1), ("DIAL_AGAIN_S", 0.02), ("DIAL_AGAIN_MOST_S", 0.1)):
+        for name, figure in (
+            ("RETIRE_S", 0.1),
+            ("DIAL_AGAIN_S", 0.02),
+            ("DIAL_AGAIN_MOST_S", 0.1),
+            ("POOL_CHECK_S", 0.1),
+        ):
             patch.setattr(limits, name, figure)
         patch.setattr(node_module, "_TICK_SETTLED_S", 0.05)
         patch.setattr(node_module, "_TICK_S", 0.02)
-        patch.setattr(pool_module, "_CHECK_S", 0.1)
         (folder / "short").mkdir()
         patch.setenv(short_stages.FOLDER, str(folder / "short"))
         if forked_programs.AVAILABLE:
@@ -359,7 +366,7 @@ async def machines(
 
 async def _made(folder: Path, patch: pytest.MonkeyPatch, kind: type[GroupedMachines]) -> GroupedMachines:
     model = write(folder / "model")
-    options = PoolOptions(
+    options = WorkerOptions(
         device="cpu",
         threads=1,
         max_memory_bytes=MEMORY_BYTES,
@@ -371,7 +378,9 @@ async def _made(folder: Path, patch: pytest.MonkeyPatch, kind: type[GroupedMachi
     for name in (HOME, *HELPERS):
         node = Node(settings(folder, name))
         # Whatever others call it, by its files it is the same.
-        every.append(FaultMachine(name, node, EnginePool(options), folder_of(model, f"tiny-{name}")))
+        every.append(
+            FaultMachine(name, node, EnginePool(WorkerMaker(options)), folder_of(model, f"tiny-{name}"))
+        )
         await node.open()
     found = kind(every[0], every[1:], WatchedWire())
     give = EngineProcess.give_stream

@@ -135,7 +135,7 @@ class GroupStrike:
         for pid in self.fleet.pids(name):
             short_stages.path(pid).touch()
         pool = self.fleet.all[name].pool
-        pool.options = replace(pool.options, max_memory_bytes=1 << 20)
+        pool.maker.options = replace(pool.maker.options, max_memory_bytes=1 << 20)
 
     def _disk_full(self, _name: str) -> None:
         self.fleet.fill_disk()

@@ -80,13 +80,13 @@ class RankedMachines(GroupedMachines):
         super().__init__(home, helpers, wire)
 
     def _plan(self, home: FaultMachine) -> None:
-        home.pool.weight_rules = lambda: _RULES
+        home.pool.maker.weight_rules = lambda: _RULES
         promised = self.promised[home.name] = PromisedMemory()
-        home.pool.ranks = RankPlanner(
+        home.pool.maker.ranks = RankPlanner(
             self,  # type: ignore[arg-type]
             self.members,
             promised.promise,
-            lambda: home.pool.options.max_memory_bytes,
+            lambda: home.pool.maker.options.max_memory_bytes,
         )
 
     def _serve(self, machine: FaultMachine) -> None:
@@ -94,10 +94,10 @@ class RankedMachines(GroupedMachines):
         promised = self.promised[machine.name] = PromisedMemory()
         server = self.servers[machine.name] = RankServer(
             BulkDialer(machine.node),
-            machine.pool,
+            machine.pool.lent,
             context,
             promised.promise,
-            lambda: machine.pool.options.max_memory_bytes - machine.pool.held_bytes,
+            lambda: machine.pool.maker.options.max_memory_bytes - machine.pool.held_bytes,
             lambda: True,
         )
 

@@ -208,7 +208,11 @@ class ScoringPool(FakePool):
         facts = replace(self.facts, sparse=self.sparse, shape=shape, scoring=self.scoring)
         return FakeEngine(facts) if folder.name in self.loaded else None
 
-    def measure_when_idle(self, folder: FakeFolder) -> None:
+    @property
+    def measuring(self) -> ScoringPool:
+        return self
+
+    def want(self, folder: FakeFolder) -> None:
         self.to_measure.append(folder.name)
 
 

@@ -88,6 +88,10 @@ class DraftingPool:
     def engine(self, folder: Any) -> FakeEngine | None:
         return self.home
 
+    @property
+    def lent(self) -> DraftingPool:
+        return self
+
     @contextlib.asynccontextmanager
     async def assisting(self, folder: Any, first: int, last: int) -> AsyncIterator[FakeEngine]:
         assert (folder.name, first, last) == (SMALL, 0, 0)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -38,6 +39,10 @@ class Engines(FakePool):
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     hangs: bool = False
     held_bytes: int = 0
+    # What plans groups and cuts is put here.
+    maker: SimpleNamespace = field(default_factory=SimpleNamespace)
+    recut: SimpleNamespace = field(default_factory=SimpleNamespace)
+    lent: None = None
 
     async def run(self) -> None:
         await asyncio.Event().wait()

@@ -42,7 +42,7 @@ def holders(fleet: GroupedMachines) -> list[str]:
 
 def slow_from_now_on(fleet: GroupedMachines) -> None:
     """Layers are measured to take long on the machine that holds them, once."""
-    groups = fleet.home.pool.groups
+    groups = fleet.home.pool.maker.groups
     assert isinstance(groups, FleetGroups)
     left = [groups]
 
@@ -57,7 +57,7 @@ def slow_from_now_on(fleet: GroupedMachines) -> None:
         ]
         return left.pop().anew(name, seconds, 10**9)
 
-    fleet.home.pool.cut_anew = anew
+    fleet.home.pool.recut.cut_anew = anew
 
 
 async def asked(fleet: GroupedMachines, name: str) -> RequestEvents:
@@ -90,8 +90,8 @@ async def exchanged(
             slow_from_now_on(fleet)
             # The last of what was asked may have been looked at before it was slow.
             assert (await asked(fleet, "exchange.again")).answer == kept.expected
-            await settled(lambda: fleet.home.pool._cutting is not None, "it is cut anew")
-            cutting = fleet.home.pool._cutting
+            await settled(lambda: fleet.home.pool.recut.task is not None, "it is cut anew")
+            cutting = fleet.home.pool.recut.task
             assert cutting is not None
             await cutting
             after(before)
@@ -104,9 +104,9 @@ async def exchanged(
         await fleet.unload()
         fleet.mend()
         pool = fleet.home.pool
-        pool._cutting = None
-        pool.cut_anew = lambda *_: None
-        groups: Any = pool.groups
+        pool.recut.task = None
+        pool.recut.cut_anew = lambda *_: None
+        groups: Any = pool.maker.groups
         groups._anew_from.clear()
         groups._layer_times.forget("d" if not groups._formed else fleet_digest(groups))
     await fleet.quiet()
@@ -157,7 +157,7 @@ _CASES = [
 
 def _short(fleet: GroupedMachines, name: str) -> None:
     pool = fleet.all[name].pool
-    pool.options = replace(pool.options, max_memory_bytes=1 << 20)
+    pool.maker.options = replace(pool.maker.options, max_memory_bytes=1 << 20)
 
 
 @pytest.mark.parametrize(("fault", "step"), _CASES)

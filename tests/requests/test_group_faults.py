@@ -229,8 +229,8 @@ def test_a_member_whose_memory_is_needed_elsewhere_keeps_its_promise_and_makes_n
         pool = fleet.all[MEMBER].pool
 
         def shrink() -> None:
-            pool.options = replace(pool.options, max_memory_bytes=1 << 20)
-            for worker in pool._workers():
+            pool.maker.options = replace(pool.maker.options, max_memory_bytes=1 << 20)
+            for worker in pool.table.workers():
                 worker.taken_elsewhere(1 << 30)
 
         running = await _asked(kept, STEPS["reading"], shrink)
@@ -238,7 +238,7 @@ def test_a_member_whose_memory_is_needed_elsewhere_keeps_its_promise_and_makes_n
         assert not any(began_again(event) for event in running.events)
         await fleet.quiet()
         asked = []
-        pool.options = replace(pool.options, max_memory_bytes=1 << 20)
+        pool.maker.options = replace(pool.maker.options, max_memory_bytes=1 << 20)
         later = await _asked(kept, "helper1: asked", lambda: asked.append("the other one"))
         assert later.answer == kept.expected
         assert asked

@@ -113,7 +113,7 @@ class MemberMachine:
 
     @property
     def idle(self) -> bool:
-        return not self.pool.used and not self.promised.outstanding_bytes
+        return not self.pool.used and not self.promised.outstanding_bytes and not self.server._held
 
 
 @pytest.fixture(scope="module")

@@ -72,6 +72,10 @@ class NarrowPool(ScoringPool):
         self.loaded.remove(name)
         self.events.append(f"-{name}")
 
+    @property
+    def turn_taking(self) -> NarrowPool:
+        return self
+
     @asynccontextmanager
     async def in_turn(self, first: Any, second: Any) -> AsyncIterator[None]:
         if self.refusal is not None:

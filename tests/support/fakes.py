@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fleetd.control.model_facts import KvBits, MeasuredSpeed, ModelShape, StateSizes
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape, StateSizes
 from fleetd.engine.protocol import (
     Accepted,
     Arithmetic,
@@ -163,9 +163,6 @@ class FakePool:
 
     def takes_others(self, folder: Any, over: Any = None) -> bool:
         return False
-
-    def kv_bits(self, name: str) -> KvBits:
-        return 0
 
     async def load(self, folder: FakeFolder, over: Any = None) -> None:
         self.loaded.append(folder.name)

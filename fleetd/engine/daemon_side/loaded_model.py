@@ -110,6 +110,11 @@ class LoadedModel:
         return next(state for state in order if state in states)
 
     @property
+    def forms(self) -> bool:
+        """True if it waits for the other machines of its group, and has no worker yet."""
+        return bool(self.first.settings.group) and self.first.pid is None
+
+    @property
     def busy(self) -> bool:
         return any(worker.busy for worker in self.workers)
 

@@ -280,7 +280,7 @@ class DraftRun:
         if folder.name == self._target:
             raise ModelNotFound(f"{folder.name} does not draft for itself on one machine.")
         # Nothing gives way to a drafter that does not fit beside what is loaded.
-        async with self._drafting.pool.assisting(folder, 0, 0) as engine:
+        async with self._drafting.pool.lent.assisting(folder, 0, 0) as engine:
             check_vocabulary(engine.facts, vocabulary)
             follow = DraftFor(own_id(self._job.request.id), _BESIDE_TOKENS)
             async with aclosing(engine.follow(follow)) as events:

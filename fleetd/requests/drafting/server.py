@@ -14,7 +14,7 @@ from contextlib import aclosing
 from itertools import pairwise
 
 from fleetd import limits
-from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.lent_workers import LentWorkers
 from fleetd.engine.protocol import DraftFor, StepTime, StreamTag
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill import step_names
@@ -36,14 +36,14 @@ class DraftServer:
     def __init__(
         self,
         dialer: BulkDialer,
-        pool: EnginePool,
+        lent: LentWorkers,
         context: ServingContext,
         *,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._monotonic = monotonic
         self._dialer = dialer
-        self._pool = pool
+        self._lent = lent
         self._context = context
         self._limit = ConcurrencyLimit(context, "draft", limits.FOLLOWS, f"drafts for {limits.FOLLOWS} texts")
 
@@ -64,7 +64,7 @@ class DraftServer:
     ) -> AsyncGenerator[messages.DraftOffer | messages.DraftDone, None]:
         times = [self._monotonic()]
         folder = await self._context.model_by_digest(ask.model, ask.digest)
-        async with self._pool.assisting(folder, 0, 0) as engine:
+        async with self._lent.assisting(folder, 0, 0) as engine:
             times.append(self._monotonic())
             check_vocabulary(engine.facts, ask.vocabulary)
             follow = DraftFor(own_id(ask.id))

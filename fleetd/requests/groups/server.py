@@ -18,7 +18,7 @@ from functools import partial
 from typing import Literal
 
 from fleetd import limits
-from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.lent_workers import LentWorkers
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import (
     HOP_IN,
@@ -75,7 +75,7 @@ class StageServer:
     def __init__(
         self,
         dialer: BulkDialer,
-        pool: EnginePool,
+        lent: LentWorkers,
         context: ServingContext,
         name_of: Callable[[str], str] = str,
         promised: PromisedMemory | None = None,
@@ -102,7 +102,7 @@ class StageServer:
         self._copies = copies
         self._label = label
         self._pulls = pulls
-        self._pool = pool
+        self._lent = lent
         self._context = context
         self._limit = ConcurrencyLimit(context, "group", limits.GROUPS, f"is in {limits.GROUPS} groups")
         self._background = BackgroundTasks()
@@ -159,7 +159,7 @@ class StageServer:
 
         layers = f"Layers {ask.first} to {ask.last} of {folder.name}"
         n_bytes = await file_threads.look(self._need, folder, ask)
-        held = partial(self._pool.held_of, folder, ask.first, ask.last)
+        held = partial(self._lent.held_of, folder, ask.first, ask.last)
         with self._promised.promise(layers, n_bytes, self._free_bytes() + held(), held):
             yield StageTold("promised")
             async with aclosing(self._loaded(peer, ask, folder, loading)) as told:
@@ -188,7 +188,7 @@ class StageServer:
         held = self._held[peer, ask.id] = _HeldStage()
         layers = ask.first, ask.last
         try:
-            async with self._pool.assisting(
+            async with self._lent.assisting(
                 folder, ask.first, ask.last, progress=loading, asked_by=self._name_of(peer)
             ) as engine:
                 # A worker that has more layers than these serves them, too.
@@ -211,7 +211,7 @@ class StageServer:
 
     async def _free(self, group: tuple[str, str], folder: ModelFolder, layers: tuple[int, int]) -> None:
         try:
-            await self._pool.let_go(folder, *layers)
+            await self._lent.let_go(folder, *layers)
         finally:
             self._held.pop(group).freed.set()
 

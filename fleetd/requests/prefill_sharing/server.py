@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 
 from fleetd import limits
-from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.lent_workers import LentWorkers
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Accepted, Arithmetic, Assisted, AssistPrefill, Event, StreamTag
 from fleetd.errors import EngineDied, FleetError, Overloaded, PeerLost, ProtocolError
@@ -38,11 +38,11 @@ class AssistServer:
     """The handlers of ``messages.ASSIST`` and ``WARM``."""
 
     def __init__(
-        self, dialer: BulkDialer, pool: EnginePool, context: ServingContext, *, label: Labels = no_label
+        self, dialer: BulkDialer, lent: LentWorkers, context: ServingContext, *, label: Labels = no_label
     ) -> None:
         self._dialer = dialer
         self._label = label
-        self._pool = pool
+        self._lent = lent
         self._context = context
         self._limit = ConcurrencyLimit(
             context, "assist", limits.ASSISTS, f"helps with {limits.ASSISTS} prompts"
@@ -65,9 +65,9 @@ class AssistServer:
         # The figures must make sense before an engine is asked for; they are checked against its own below.
         checked_split(split, layers=split.layers, context_tokens=folder.context_tokens, rank=rank)
         layers = split.layers_of(rank)
-        if not self._pool.holds(folder, layers.start, layers.stop):
+        if not self._lent.holds(folder, layers.start, layers.stop):
             raise Overloaded(f"{folder.name} is not loaded on this machine.", hint="Ask again when it is.")
-        async with self._pool.assisting(folder, layers.start, layers.stop) as engine:
+        async with self._lent.assisting(folder, layers.start, layers.stop) as engine:
             facts = engine.facts
             if facts is None or facts.arithmetic is None:
                 raise EngineDied(f"The engine for {folder.name} has just ended.")
@@ -142,8 +142,8 @@ class AssistServer:
         if self._warming is not None and not self._warming.done():
             raise Overloaded("This machine is loading a model already.")
         folder = await self._context.model_by_digest(asked.model, asked.digest)
-        if not self._pool.holds(folder, asked.first, asked.last):
-            if (part := self._pool.part(folder)) is not None:
+        if not self._lent.holds(folder, asked.first, asked.last):
+            if (part := self._lent.part(folder)) is not None:
                 raise Overloaded(f"This machine has layers {part[0]} to {part[1]} of {folder.name} already.")
             self._check_room(asked, folder.name)
             self._warming = asyncio.create_task(self._load(folder, asked.first, asked.last))
@@ -162,7 +162,7 @@ class AssistServer:
     async def _load(self, folder: ModelFolder, first: int, last: int) -> None:
         log.info("assist.warming", model=folder.name, layers=f"{first}:{last}" if last else "all")
         try:
-            async with self._pool.assisting(folder, first, last):
+            async with self._lent.assisting(folder, first, last):
                 pass  # it stays loaded
         except FleetError as error:
             again_s = asyncio.get_running_loop().time() + limits.SHARE_LOAD_AGAIN_S

@@ -11,7 +11,7 @@ from contextlib import aclosing, closing
 from functools import partial
 
 from fleetd import limits
-from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.lent_workers import LentWorkers
 from fleetd.engine.protocol import STAGE, Accepted, Loading, ServeStage, StreamTag
 from fleetd.errors import EngineDied, ModelUnsupported
 from fleetd.models import file_threads
@@ -43,7 +43,7 @@ class RankServer:
     def __init__(
         self,
         dialer: BulkDialer,
-        pool: EnginePool,
+        lent: LentWorkers,
         context: ServingContext,
         promise: Promise,
         free_bytes: Callable[[], int],
@@ -52,7 +52,7 @@ class RankServer:
         fabrics: Fabrics | None = None,
     ) -> None:
         self._fabrics = fabrics
-        self._dialer, self._pool, self._context = dialer, pool, context
+        self._dialer, self._lent, self._context = dialer, lent, context
         self._promise, self._free_bytes, self._on_cpu, self._name_of = promise, free_bytes, on_cpu, name_of
         self._limit = ConcurrencyLimit(context, "group", 1, "is a rank of another group")
 
@@ -79,7 +79,7 @@ class RankServer:
         with (
             closing(RingLinks(ask.rank, ask.size, self._fabrics or no_offer)) as links,
             self._promise(
-                what, n_bytes, self._free_bytes(), partial(self._pool.held_by_rank, folder, links.place)
+                what, n_bytes, self._free_bytes(), partial(self._lent.held_by_rank, folder, links.place)
             ),
         ):
             if self._fabrics is not None:
@@ -104,7 +104,7 @@ class RankServer:
             stream.send(messages.encode(RankTold(step.stage, step.done, step.total)))
 
         name = self._name_of(peer)
-        ranked = self._pool.ranked(
+        ranked = self._lent.ranked(
             folder, links.place, progress=loading, asked_by=name, carried=lambda: links.carried
         )
         async with ranked as engine:

@@ -144,7 +144,7 @@ class Scorers:
         """Have the machines that hold an unmeasured model measure it; the reason to go on without."""
         for holder in holders:
             if holder.folder is not None:
-                self._pool.measure_when_idle(holder.folder)
+                self._pool.measuring.want(holder.folder)
             elif holder.model.state != "loaded":
                 self._warm(Load(holder.member.node_id), holder.model)
         first = min(holders, key=self._search_s)

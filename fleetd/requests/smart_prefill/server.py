@@ -67,5 +67,5 @@ class ScoreServer:
                 spent.usage = Usage(scored.tokens)
                 spent.timings = Timings(prefill_s=scored.seconds)
         except ScorerNotReady:
-            self._pool.measure_when_idle(folder)
+            self._pool.measuring.want(folder)
             raise

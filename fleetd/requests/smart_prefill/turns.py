@@ -31,8 +31,8 @@ class TwoModels:
     target: ModelFolder
 
     def scoring(self) -> AbstractAsyncContextManager[None]:
-        """Meanwhile the first one may be loaded and used, as ``EnginePool.in_turn`` says."""
-        return self.pool.in_turn(self.scorer, self.target)
+        """Meanwhile the first one may be loaded and used, as ``TurnTaking.in_turn`` says."""
+        return self.pool.turn_taking.in_turn(self.scorer, self.target)
 
     def loading(self) -> AsyncGenerator[Loading, None]:
         """The load of what answers, after that. Raises FleetError."""
@@ -68,7 +68,7 @@ class ModelTurns:
         if answers:
             if scores or scorer_bytes <= usable_bytes:
                 return None
-            if scorer_bytes > usable_bytes + self._pool.freed_by(target):
+            if scorer_bytes > usable_bytes + self._pool.turn_taking.freed_by(target):
                 return f"{scorer.name} does not fit here, even in place of {target.name}."
         elif scores:
             if target_bytes <= usable_bytes:
@@ -76,7 +76,7 @@ class ModelTurns:
         elif scorer_bytes + target_bytes - WORKING_BYTES <= usable_bytes or scorer_bytes > usable_bytes:
             # Models that are idle may make room for the target; what fits then is seen once it is loaded.
             return None
-        if why := self._pool.why_stays(target) or self._pool.why_pinned(scorer):
+        if why := self._pool.turn_taking.why_stays(target) or self._pool.turn_taking.why_pinned(scorer):
             return f"{scorer.name} does not fit beside {target.name}: they cannot take turns, as {why}."
         scorer_s = 0.0 if scores else self._pool.load_s(scorer)
         return Parking(scorer_s, self._pool.load_s(target), needed=not answers)
