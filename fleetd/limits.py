@@ -472,6 +472,8 @@ SHARE_LEAST_TOKENS = 256
 FOLLOW_LEAST_TOKENS = 64
 # From the tokenized prompt to the agreement of all helpers, whose models are loaded; then it stays local.
 SHARE_SETUP_S = 2.0
+# A helper whose model takes longer to load is not asked now: it may load it for later prompts.
+SHARE_COLD_S = 2.0
 # A helper is given up when it is later than this factor times the plan's own figure, and this on top of it.
 SHARE_LATE, SHARE_GRACE_S = 2.0, 2.0
 # Prompts of others that one machine helps with at once: each holds KV, and they slow each other.

@@ -367,7 +367,7 @@ ATTACK = """async (victim) => {
   await ask("/v1/chat/completions", {method: "POST", mode: "no-cors", body: '{"messages": []}'});
   const outcome = (element, url, done) => new Promise((end) => {
     element.onload = () => end(done + " loaded"); element.onerror = () => end(done + " refused");
-    setTimeout(() => end(done + " silent"), 3000);
+    setTimeout(() => end(done + " silent"), 20000);
     element.src = url; document.body.append(element);
   });
   const image = await outcome(new Image(), victim + "/page/icon.svg", "image");

@@ -395,6 +395,7 @@ def test_where_an_answer_comes_from_is_right_if_the_headers_could_not_tell(
     with page.expect_response("**/v1/chat/completions") as response:
         page.click("text=Send")
     assert response.value.headers["x-fleet-plan"] == "undecided; nodes="
+    until(lambda: shown)
     shown[0]._loop.call_soon_threadsafe(shown[0].set)  # type: ignore[attr-defined]
     page.wait_for_selector(".assistant .told:has-text('on studio · equivalent · KV 4 bits · wire 8 bits')")
 

@@ -24,7 +24,11 @@ SOURCE = (
     "import socket, sys, time; t = time.monotonic(); c = socket.create_connection((sys.argv[1], 7000))\n"
     "c.sendall(bytes(int(sys.argv[2]))); c.shutdown(socket.SHUT_WR); c.recv(1); print(time.monotonic() - t)"
 )
-BURN = "import time; t = time.monotonic()\nwhile time.monotonic() - t < 1: pass\nprint(time.process_time())"
+# Says how much of a core it got within a second, its start left out.
+BURN = (
+    "import time; t, used = time.monotonic(), time.process_time()\nwhile time.monotonic() - t < 1: pass\n"
+    "print((time.process_time() - used) / (time.monotonic() - t))"
+)
 
 
 def seconds(cable: Cable, count: int) -> float:
@@ -63,7 +67,7 @@ def test_what_a_machine_starts_meanwhile_stays_on_its_core() -> None:
             [sys.executable, "-c", CORES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
     assert os.sched_getaffinity(0) == everywhere
-    assert child.communicate("\n", timeout=30)[0] == f"[{core}]\n"
+    assert child.communicate("\n", timeout=60)[0] == f"[{core}]\n"
 
 
 @pytest.mark.skipif(bool(why_no_share()), reason=why_no_share())
@@ -72,8 +76,6 @@ def test_a_share_of_a_core_is_what_its_processes_get() -> None:
     try:
         with starting_on({min(os.sched_getaffinity(0))}, share):
             child = subprocess.Popen([sys.executable, "-c", BURN], stdout=subprocess.PIPE, text=True)
-        used_s = float(child.communicate(timeout=60)[0])
-        # Its start is in it; without the share it would be a second at least.
-        assert used_s < 0.6
+        assert float(child.communicate(timeout=60)[0]) < 0.6
     finally:
         share.close()

@@ -28,7 +28,8 @@ from fleetd.p2p.membership.roster_file import AddressFile, RosterFile
 Meet = Literal["remembered", "static", "mdns", "unknown"]
 USABLE_S = 60.0
 VERB_S = 60.0
-SILENT_S = 60.0
+# An answer in one piece: the load of its model may come before it.
+SILENT_S = 180.0
 LOOPBACK = "127.0.0.1"
 SMOL, WEIGHTS = "smollm2-135m", "model.safetensors"
 # Below what systems hand out by themselves, so that nobody takes a port between its choice and its use; and
@@ -395,8 +396,14 @@ def senders(fleet: LiveFleet) -> dict[str, psutil.Process]:
 
 def stop_in_the_middle(fleet: LiveFleet, receiver: str) -> str:
     """Halt whoever sends the model once some of it has arrived, and not all; its name."""
-    until(lambda: senders(fleet))
-    ((name, process),) = senders(fleet).items()
+    found: dict[str, psutil.Process] = {}
+
+    def sending() -> bool:
+        found.update(senders(fleet))
+        return bool(found)
+
+    until(sending)
+    ((name, process),) = found.items()
     partial = fleet.models_dir(receiver) / ".partial"
     total = (fleet.models_dir(name) / SMOL / WEIGHTS).stat().st_size
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import signal
@@ -70,6 +71,20 @@ def ledger(daemon: LiveDaemon) -> int:
     """Requests that a machine has ever begun to answer."""
     rows: dict[str, Any] = daemon.control("GET", "/fleet/v1/usage")
     return sum(row["requests"] for row in rows["rows"])
+
+
+@contextlib.contextmanager
+def counting(
+    asker: LiveDaemon, answering: LiveDaemon, prompt: str = "<count>"
+) -> Iterator[Iterator[dict[str, Any]]]:
+    """The rest of an answer of which something was said. However fast the model is, it does not come to its
+    end by itself: the engine that writes it stands still meanwhile."""
+    engine = answering.engine_pid(CHAIN)
+    with heard(asker, CHAIN, prompt) as stream:
+        events = stream.events()
+        next(event for event in events if said(event))
+        with frozen(engine):
+            yield events
 
 
 def counter(daemon: LiveDaemon, name: str) -> float:
@@ -184,22 +199,14 @@ def test_what_fleetctl_plans_on_a_machine_without_the_model_is_what_its_chat_doe
     assert "beta does not have nobody." in refused.stderr
 
 
-def traced(daemon: LiveDaemon, request_id: str) -> dict[str, Any]:
-    """The trace of a request with one answer, once it is written."""
-    path = f"/fleet/v1/traces?last=9&id={request_id}"
-    until(lambda: daemon.control("GET", path)["traces"])
-    (found,) = daemon.control("GET", path)["traces"]
-    return dict(found)
-
-
 def test_one_request_has_one_story_where_it_was_asked_and_where_it_was_answered(fleet: LiveFleet) -> None:
     alpha, beta = fleet["alpha"], fleet["beta"]
     _, headers, _ = answer(alpha, body(CHAIN, "<hello>"))
-    here = traced(alpha, headers["X-Fleet-Request"])
+    here = alpha.trace(headers["X-Fleet-Request"])
     assert (here["outcome"], here["answered_by"], here["exactness"]) == ("remote", "beta", "equivalent")
     there = here["there"]
     # What the other machine did lies among the steps of the whole request here.
-    own = traced(beta, there["id"])
+    own = beta.trace(there["id"])
     assert there == {**own, "steps": [], "summary": ""}
     assert {step["name"] for step in own["steps"]} >= {"reading", "writing"}
     assert any(step["machine"] == "beta" for step in here["steps"])
@@ -239,10 +246,9 @@ def test_a_bad_request_is_refused_as_it_would_be_there_and_tried_nowhere_else(fl
 
 
 def test_a_client_that_leaves_frees_the_slot_on_the_other_machine(fleet: LiveFleet) -> None:
-    with heard(fleet["alpha"], CHAIN, "<count>") as stream:
-        next(event for event in stream.events() if said(event))
+    before = fleet["beta"].cancelled_so_far()
+    with counting(fleet["alpha"], fleet["beta"]):
         assert fleet["beta"].running == 1
-        before = fleet["beta"].cancelled
     until(lambda: fleet["beta"].running == fleet["alpha"].running == 0)
     # Not because the answer came to its end.
     assert fleet["beta"].cancelled == before + 1
@@ -259,11 +265,11 @@ def test_a_request_that_has_to_stay_is_not_sent(fleet: LiveFleet) -> None:
 
 
 def test_a_machine_that_is_killed_before_the_first_token_is_replaced_by_another(trio: LiveFleet) -> None:
-    with frozen(trio["beta"].process.pid), heard(trio["alpha"], CHAIN, "<hello>") as stream:
+    with frozen(trio["beta"].engine_pid(CHAIN)), heard(trio["alpha"], CHAIN, "<hello>") as stream:
         assert stream.plan() == "remote; nodes=beta"
         trio["beta"].kill()
         assert stream.text() == HELLO
-    story = traced(trio["alpha"], stream.response.headers["X-Fleet-Request"])
+    story = trio["alpha"].trace(stream.response.headers["X-Fleet-Request"])
     assert (story["answered_by"], story["there"]["outcome"]) == ("gamma", "local")
     assert [(attempt["answered_by"], attempt["outcome"]) for attempt in story["earlier"]] == [
         ("beta", "failed")
@@ -278,9 +284,7 @@ def test_a_machine_that_is_killed_before_the_first_token_is_replaced_by_another(
 
 def test_a_machine_that_is_killed_in_mid_answer_ends_it_with_a_typed_error(trio: LiveFleet) -> None:
     before = ledger(trio["gamma"])
-    with heard(trio["alpha"], CHAIN, "<count>") as stream:
-        events = stream.events()
-        next(event for event in events if said(event))
+    with counting(trio["alpha"], trio["beta"]) as events:
         trio["beta"].kill()
         last = list(events)[-1]
     assert last["error"]["code"] == "peer_lost"
@@ -293,12 +297,14 @@ def test_a_machine_that_is_killed_in_mid_answer_ends_it_with_a_typed_error(trio:
 
 
 def test_a_machine_that_falls_silent_before_the_first_token_is_replaced_in_time(trio: LiveFleet) -> None:
-    with frozen(trio["beta"].process.pid):
-        with heard(trio["alpha"], CHAIN, "<hello>") as stream:
-            assert stream.plan() == "remote; nodes=beta"
+    beta = trio["beta"]
+    # Before the machine itself is silent its model is: so it is asked, however late.
+    with frozen(beta.engine_pid(CHAIN)), heard(trio["alpha"], CHAIN, "<hello>") as stream:
+        assert stream.plan() == "remote; nodes=beta"
+        with frozen(beta.process.pid):
             assert stream.text() == HELLO
-        assert stream.plans()[-1].startswith("remote; nodes=gamma")
-        assert trio.states("alpha")["beta"] in ("quiet", "unreachable", "connecting")
+            assert stream.plans()[-1].startswith("remote; nodes=gamma")
+            assert trio.states("alpha")["beta"] in ("quiet", "unreachable", "connecting")
     # It wakes up and is one of them again; what it was asked meanwhile, nobody wants any more.
     trio.until_usable("alpha", "beta")
     until(lambda: trio["beta"].running == 0)
@@ -325,16 +331,11 @@ def test_a_machine_that_is_told_to_stop_finishes_what_it_answers(trio: LiveFleet
 
 def test_a_machine_that_is_told_twice_to_stop_ends_its_answers_with_a_typed_error(trio: LiveFleet) -> None:
     beta = trio["beta"]
-    engine = beta.engine_pid(CHAIN)
-    with heard(trio["alpha"], CHAIN, "<count>") as stream:
-        events = stream.events()
-        next(event for event in events if said(event))
-        # However fast the model is: the answer does not end by itself.
-        with frozen(engine):
-            beta.process.send_signal(signal.SIGTERM)
-            until(lambda: beta.status()["draining"])
-            beta.process.send_signal(signal.SIGTERM)
-            last = list(events)[-1]
+    with counting(trio["alpha"], beta) as events:
+        beta.process.send_signal(signal.SIGTERM)
+        until(lambda: beta.status()["draining"])
+        beta.process.send_signal(signal.SIGTERM)
+        last = list(events)[-1]
     assert last["error"]["code"] == "draining"
     assert last["error"]["message"] == "This machine is stopping."
     assert beta.process.wait(STOP_S) == 0
@@ -366,7 +367,7 @@ def test_a_machine_that_may_not_see_prompts_never_gets_one(trio: LiveFleet) -> N
         assert stream.text() == HELLO
         assert stream.plan() == "remote; nodes=gamma"
     # Nor when somebody else fails, nor when there is nobody else.
-    with frozen(gamma.process.pid), heard(alpha, CHAIN, "<hello>") as stream:
+    with frozen(gamma.engine_pid(CHAIN)), heard(alpha, CHAIN, "<hello>") as stream:
         assert stream.plan() == "remote; nodes=gamma"
         gamma.kill()
         assert list(stream.events())[-1]["error"]["code"] == "peer_lost"
@@ -400,10 +401,9 @@ def test_no_prompt_or_answer_is_kept_anywhere_in_the_fleet(trio: LiveFleet) -> N
     with frozen(beta.process.pid), heard(alpha, CHAIN, f"{canary}<hello>") as stream:
         beta.kill()
         assert stream.text() == HELLO
-    with heard(alpha, CHAIN, f"{canary}<count>") as stream:
-        next(event for event in stream.events() if said(event))
+    with counting(alpha, gamma, f"{canary}<count>") as events:
         gamma.kill()
-        assert list(stream.events())[-1]["error"]["code"] == "peer_lost"
+        assert list(events)[-1]["error"]["code"] == "peer_lost"
     looks = ("/metrics", "/fleet/v1/status", "/fleet/v1/usage", "/fleet/v1/peers")
     places = {path: json.dumps(alpha.control("GET", path)) for path in looks}
     assert alpha.stop() == 0
@@ -434,10 +434,7 @@ def test_unpairing_ends_a_machine_everywhere_at_once(make_fleet: MakeFleet, chai
     fleet = make_fleet({"alpha": [], "beta": [chain], "gamma": []})
     fleet.until_usable()
     fleet.load("beta", CHAIN, seen_by="alpha")
-    with heard(fleet["alpha"], CHAIN, "<count>") as stream:
-        events = stream.events()
-        next(event for event in events if said(event))
-        # Not by a process of its own: on a busy machine the answer could end before that has begun.
+    with counting(fleet["alpha"], fleet["beta"]) as events:
         done = fleet["gamma"].control("POST", "/fleet/v1/unpair", {"peer": "beta"})
         assert done["told"] == ["alpha"]
         until(lambda: all("beta" not in fleet.states(name) for name in ("alpha", "gamma")))

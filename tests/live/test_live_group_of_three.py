@@ -34,6 +34,8 @@ def three(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[Li
         fleet.until_usable()
         for name in NAMES[1:]:
             fleet.until_has("alpha", name, SMOL)
+        # Before a machine knows what its own files are, it asks nobody to hold a part.
+        fleet.until_has("beta", "alpha", SMOL)
         yield fleet
 
 
@@ -106,7 +108,9 @@ def test_an_answer_goes_on_whichever_member_is_lost(
     alpha = three["alpha"]
     answer(alpha, QUESTIONS[0])
     lost = worker(three[name])
-    assert answer(alpha, STORY, after=(5, lambda: os.kill(lost, number))) == expected[STORY]
+    # Soon and without drafts: the answer is not over before that, however late this is noticed here.
+    text = answer(alpha, STORY, after=(2, lambda: os.kill(lost, number)), speculate={"enabled": False})
+    assert text == expected[STORY]
     assert worker(three[name]) != lost
 
 

@@ -33,6 +33,8 @@ def pair(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[Liv
     with LiveFleet(short_dir / "groups", models, settings=settings, programs=programs) as fleet:
         fleet.until_usable()
         fleet.until_has("alpha", "beta", SMOL)
+        # Before a machine knows what its own files are, it asks nobody to hold a part.
+        fleet.until_has("beta", "alpha", SMOL)
         yield fleet
 
 
@@ -99,8 +101,9 @@ def test_who_holds_which_layers_is_told(pair: LiveFleet) -> None:
 def test_an_answer_goes_on_when_a_member_falls_silent(pair: LiveFleet, expected: dict[str, str]) -> None:
     answer(pair["alpha"], QUESTIONS[0])
     lost = member_pid(pair)
-    text = answer(pair["alpha"], STORY, after=(5, lambda: os.kill(lost, signal.SIGSTOP)))
-    assert text == expected[STORY]
+    # Soon and without drafts: the answer is not over before that, however late this is noticed here.
+    after = 2, lambda: os.kill(lost, signal.SIGSTOP)
+    assert answer(pair["alpha"], STORY, after=after, speculate={"enabled": False}) == expected[STORY]
     assert member_pid(pair) != lost
 
 

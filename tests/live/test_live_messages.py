@@ -88,7 +88,7 @@ def test_what_varies_between_requests_costs_no_prefill(
 
 
 def test_leaving_in_the_middle_cancels(messages_client: anthropic.Anthropic, live: LiveDaemon) -> None:
-    before = live.cancelled
+    before = live.cancelled_so_far()
     with messages_client.messages.stream(
         model="chain", messages=said("<count>"), max_tokens=4000, extra_body={"temperature": 0}
     ) as stream:

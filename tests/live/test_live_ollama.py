@@ -15,6 +15,7 @@ import pytest
 import test_ollama_sdk
 from api_fakes import Target
 from live_daemon import LiveDaemon, until
+from live_fleet import free_port
 from test_ollama_sdk import WEATHER, in_order, ollama_client
 
 pytestmark = [pytest.mark.model, pytest.mark.one_loop]
@@ -64,17 +65,11 @@ def test_a_prompt_over_the_context_is_a_400(ollama_client: ollama.Client, stream
 
 
 def test_leaving_in_the_middle_cancels(ollama_client: ollama.Client, live: LiveDaemon) -> None:
-    before = live.cancelled
+    before = live.cancelled_so_far()
     pieces = ollama_client.chat("chain", said("<count>"), options={"num_predict": 4000}, stream=True)
     next(piece for piece in pieces if piece.message.content)
     pieces.close()  # type: ignore[attr-defined]  # a generator
     until(lambda: live.cancelled == before + 1 and live.running == 0)
-
-
-def free_port() -> int:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return int(made.getsockname()[1])
 
 
 def test_an_address_without_a_token_and_how_long_a_model_stays(

@@ -27,6 +27,8 @@ def pair(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[Liv
     with LiveFleet(short_dir / "placed", models, settings=settings, programs=programs) as fleet:
         fleet.until_usable()
         fleet.until_has("alpha", "beta", SMOL)
+        # Before a machine knows what its own files are, it asks nobody to hold a part.
+        fleet.until_has("beta", "alpha", SMOL)
         yield fleet
 
 

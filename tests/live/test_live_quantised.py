@@ -40,8 +40,13 @@ def ask(daemon: LiveDaemon, text: str, **fields: Any) -> tuple[dict[str, str], A
     """The headers that tell how it ran, and what was said."""
     status, headers, got = answer(daemon, body(SMOL, text, max_tokens=8, logprobs=True, **fields))
     assert status == 200, got
-    told = {name: headers.get(f"X-Fleet-{name}", "") for name in ("Plan", "Exactness", "KV-Bits")}
+    told = {name: headers.get(f"X-Fleet-{name}", "") for name in ("Plan", "Exactness", "KV-Bits", "Request")}
     return told, (got["choices"][0]["message"], got["choices"][0]["logprobs"])
+
+
+def how(told: dict[str, str]) -> tuple[str, str, str]:
+    """The plan, the label and the bits of an answer."""
+    return told["Plan"], told["Exactness"], told["KV-Bits"]
 
 
 def engine(daemon: LiveDaemon) -> dict[str, Any]:
@@ -49,9 +54,9 @@ def engine(daemon: LiveDaemon) -> dict[str, Any]:
     return found  # type: ignore[no-any-return]
 
 
-def restored(daemon: LiveDaemon) -> int:
-    """Tokens of its last prompt that came from the disk."""
-    return int(daemon.control("GET", "/fleet/v1/traces?last=1")["traces"][0].get("restored_tokens", 0))
+def restored(daemon: LiveDaemon, told: dict[str, str]) -> int:
+    """Tokens of a prompt that came from the disk."""
+    return int(daemon.trace(told["Request"]).get("restored_tokens", 0))
 
 
 def test_an_answer_says_in_how_many_bits_rows_were_held(pair: LiveFleet) -> None:
@@ -63,9 +68,9 @@ def test_an_answer_says_in_how_many_bits_rows_were_held(pair: LiveFleet) -> None
     assert mine["sizes"]["token_bytes"] * 64 == theirs["sizes"]["token_bytes"] * 18
     local = {"local_only": True}
     told, said = ask(alpha, prompt(1), **local)
-    assert told == {"Plan": "local; nodes=this", "Exactness": "exact", "KV-Bits": "8"}
+    assert how(told) == ("local; nodes=this", "exact", "8")
     told, other = ask(beta, prompt(1), **local)
-    assert told == {"Plan": "local; nodes=this", "Exactness": "exact", "KV-Bits": ""}
+    assert how(told) == ("local; nodes=this", "exact", "")
     assert said != other
     chat = alpha.fleetctl("chat", "--local-only", "--max-tokens", "4", "Name a river.")
     assert "KV 8 bits" in chat.stderr, chat.stderr
@@ -84,7 +89,7 @@ def test_a_helper_without_the_setting_gives_the_answer_of_this_machine(pair: Liv
     until(lambda: planned() == ["beta", "this"], LOAD_S)
     told, said = ask(alpha, text, placement=["this"])
     assert (told["Exactness"], told["KV-Bits"]) == ("exact", "8")
-    trace = alpha.control("GET", "/fleet/v1/traces?last=1")["traces"][0]
+    trace = alpha.trace(told["Request"])
     assert (trace["kv_bits"], trace["outcome"]) == (8, "shared"), trace
     assert alpha.control("POST", "/fleet/v1/cache/clear", {})
     assert ask(alpha, text, local_only=True)[1] == said
@@ -95,12 +100,13 @@ def test_rows_on_the_disk_are_those_of_their_bits_alone(pair: LiveFleet) -> None
     _, said = ask(alpha, text, local_only=True)
     until(lambda: engine(alpha)["disk_queued_bytes"] == 0)
     alpha.restart()
-    assert ask(alpha, text, local_only=True)[1] == said
-    assert restored(alpha) > 0
+    told, again = ask(alpha, text, local_only=True)
+    assert again == said
+    assert restored(alpha, told) > 0
     alpha.restart(FLEETD_MODELS_KV_BITS=f"{SMOL}=4")
     told, fewer = ask(alpha, text, local_only=True)
     assert told["KV-Bits"] == "4"
     assert fewer != said
-    assert restored(alpha) == 0
+    assert restored(alpha, told) == 0
     alpha.restart(FLEETD_MODELS_KV_BITS=f"{SMOL}=8")
     assert ask(alpha, text, local_only=True)[1] == said

@@ -61,7 +61,7 @@ def test_the_next_turn_finds_the_first_in_the_cache(client: openai.OpenAI, targe
 
 
 def test_leaving_in_the_middle_cancels(client: openai.OpenAI, live: LiveDaemon) -> None:
-    before = live.cancelled
+    before = live.cancelled_so_far()
     with client.responses.create(
         model="chain", input="<count>", max_output_tokens=4000, temperature=0, stream=True
     ) as stream:

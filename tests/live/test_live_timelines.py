@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from forked_programs import Programs
-from live_daemon import until
 from live_fleet import LiveFleet, answer, body
 from test_live_smart import asked, post
 from timelines import check_steps
@@ -16,7 +14,6 @@ from timelines import check_steps
 pytestmark = [pytest.mark.model, pytest.mark.one_loop, pytest.mark.timeout(300)]
 
 SMOL = "smollm2-135m"
-SEEN: set[str] = set()
 
 
 @pytest.fixture(scope="module")
@@ -30,25 +27,12 @@ def fleet(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[Li
         yield made
 
 
-def newest(fleet: LiveFleet) -> dict[str, Any]:
-    """The trace of the only request that vm was asked for since the last one, once it is written."""
-    found: list[dict[str, Any]] = []
-
-    def written() -> bool:
-        found[:] = fleet["vm"].control("GET", "/fleet/v1/traces?last=1")["traces"]
-        return bool(found) and found[0]["id"] not in SEEN
-
-    until(written, 10)
-    SEEN.add(found[0]["id"])
-    return found[0]
-
-
 def test_a_remote_request_has_the_load_and_the_reading_there_on_the_clock_of_who_asked(
     fleet: LiveFleet,
 ) -> None:
-    status, _, got = answer(fleet["vm"], body(SMOL, "What is the capital of France?", max_tokens=8))
+    status, headers, got = answer(fleet["vm"], body(SMOL, "What is the capital of France?", max_tokens=8))
     assert status == 200, got
-    trace = newest(fleet)
+    trace = fleet["vm"].trace(headers["X-Fleet-Request"])
     check_steps(trace)
     assert (trace["answered_by"], trace["machine"]) == ("studio", "vm")
     parents = {
@@ -70,9 +54,9 @@ def test_a_remote_request_has_the_load_and_the_reading_there_on_the_clock_of_who
 
 def test_a_smart_request_has_its_scores_inside_of_reading(fleet: LiveFleet) -> None:
     wanted = {"target_ratio": 0.15, "mode": "text", "compressor_model": SMOL}
-    _, reply = post(fleet["vm"], "/v1/chat/completions", asked(smart_prefill=wanted, max_tokens=4))
+    headers, reply = post(fleet["vm"], "/v1/chat/completions", asked(smart_prefill=wanted, max_tokens=4))
     assert not reply["smart_prefill"]["skipped"], reply["smart_prefill"]
-    trace = newest(fleet)
+    trace = fleet["vm"].trace(headers["x-fleet-request"])
     check_steps(trace)
     assert trace["outcome"] == "smart"
     (scored,) = [step for step in trace["steps"] if step["name"] == "scored"]

@@ -57,12 +57,12 @@ def test_a_worker_killed_in_mid_answer(make_daemon: Callable[..., LiveDaemon], t
     path = f"{tmp_path}:{os.environ['PATH']}"
     daemon = make_daemon(PATH=path, FLEETD_POWER_KEEP_AWAKE="on")
     with daemon.stream("chain", "<count>") as events:
-        for chunk in events:
-            if text_of(chunk):
-                break
-        until(lambda: daemon.status()["power"]["held"])
+        next(filter(text_of, events))
         pid = daemon.engine_pid("chain")
-        os.kill(pid, signal.SIGKILL)
+        # However fast the model is: the answer does not end before the machine is kept awake.
+        with frozen(pid):
+            until(lambda: daemon.status()["power"]["held"])
+            os.kill(pid, signal.SIGKILL)
         last = list(events)[-1]
     assert last["error"]["code"] == "engine_died"
     until(lambda: not daemon.status()["power"]["held"])
@@ -88,10 +88,12 @@ def test_a_killed_worker_harms_no_other_model(make_daemon: Callable[..., LiveDae
 
 def test_a_client_that_goes_away_frees_its_slot(live: LiveDaemon) -> None:
     ask(live, "chain", "<hello>")
+    before = live.cancelled_so_far()
     with live.stream("chain", "<count>") as events:
         next(filter(text_of, events))
-        assert live.running == 1
-        before = live.cancelled
+        # However fast the model is: the answer does not end by itself.
+        with frozen(live.engine_pid("chain")):
+            assert live.running == 1
     until(lambda: live.running == 0)
     # Not because the answer came to its end.
     assert live.cancelled == before + 1
@@ -146,10 +148,13 @@ def test_no_prompt_or_answer_is_kept_or_shown_anywhere(make_daemon: Callable[...
         ask(daemon, "chain", canary * 1000)
     with daemon.stream("chain", f"{canary}<count>") as events:
         next(filter(text_of, events))
-        shown = [arg for process in daemon.processes() for arg in process.cmdline()]
-        shown += [value for process in daemon.processes() for value in process.environ().values()]
-        assert len(daemon.processes()) >= 2
-        os.kill(daemon.engine_pid("chain"), signal.SIGKILL)
+        engine = daemon.engine_pid("chain")
+        # However fast the model is: the answer does not end by itself.
+        with frozen(engine):
+            shown = [arg for process in daemon.processes() for arg in process.cmdline()]
+            shown += [value for process in daemon.processes() for value in process.environ().values()]
+            assert len(daemon.processes()) >= 2
+            os.kill(engine, signal.SIGKILL)
         assert list(events)[-1]["error"]["code"] == "engine_died"
     places = {
         "metrics": daemon.control("GET", "/metrics"),

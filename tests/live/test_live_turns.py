@@ -85,7 +85,7 @@ def test_what_scores_and_what_answers_take_turns_in_a_memory_that_holds_one(narr
         return any("place of the model that answers" in option["reason"] for option in view["options"])
 
     # A plan prices the loads: for a short prompt they take longer than reading it.
-    until(measured, 20.0)
+    until(measured)
     with watched(narrow) as seen:
         headers, reply = post(narrow, "/v1/chat/completions", body(110, 70))
     loads = reply["smart_prefill"].get("parked")

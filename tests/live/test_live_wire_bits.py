@@ -59,12 +59,13 @@ def ask(daemon: LiveDaemon, text: str, **fields: Any) -> tuple[dict[str, str], s
     """The headers that tell how it ran, and what was said."""
     status, headers, got = answer(daemon, body(SMOL, text, max_tokens=8, temperature=0, **fields))
     assert status == 200, got
-    told = {name: headers.get(f"X-Fleet-{name}", "") for name in ("Exactness", "Wire-Bits")}
+    told = {name: headers.get(f"X-Fleet-{name}", "") for name in ("Exactness", "Wire-Bits", "Request")}
     return told, got["choices"][0]["message"]["content"]
 
 
-def trace(daemon: LiveDaemon) -> Any:
-    return daemon.control("GET", "/fleet/v1/traces?last=1")["traces"][0]
+def how(told: dict[str, str]) -> tuple[str, str]:
+    """The label and the bits of an answer."""
+    return told["Exactness"], told["Wire-Bits"]
 
 
 def received(told: Any) -> int:
@@ -76,15 +77,15 @@ def test_rows_come_in_8_bits_over_a_slow_link_and_the_answer_says_so(pair: LiveF
     alpha, text = pair["alpha"], prompt(1)
     assert "rows sent in 8 bits" in alpha.fleetctl("plan", "--tokens", "800").stdout
     told, said = ask(alpha, text, placement=["this"])
-    assert told == {"Exactness": "equivalent", "Wire-Bits": "8"}
-    seen = trace(alpha)
+    assert how(told) == ("equivalent", "8")
+    seen = alpha.trace(told["Request"])
     assert (seen["outcome"], seen["exactness"], seen["wire_bits"]) == ("shared", "equivalent", 8), seen
     assert seen["chosen"]["wire_bits"] == 8
     assert "wire 8 bits" in alpha.fleetctl("trace", seen["id"]).stdout
     # The first tokens are those of this machine alone.
     assert alpha.control("POST", "/fleet/v1/cache/clear", {})
     alone, plain = ask(alpha, text, local_only=True)
-    assert alone == {"Exactness": "exact", "Wire-Bits": ""}
+    assert how(alone) == ("exact", "")
     assert said == plain
     # 64 numbers of 32 bits become 16 words, a scale and a bias: 18 of 64 words.
     cuts, kind = seen["chosen"]["cuts"], seen["chosen"]["kind"]
@@ -104,8 +105,8 @@ def test_the_last_line_of_a_chat_says_so(pair: LiveFleet) -> None:
 def test_a_request_that_has_to_be_exact_gets_rows_as_they_are(pair: LiveFleet) -> None:
     alpha, text = pair["alpha"], prompt(2)
     told, said = ask(alpha, text, placement=["this"], exactness="exact")
-    assert told == {"Exactness": "exact", "Wire-Bits": ""}
-    assert trace(alpha)["wire_bits"] == 0
+    assert how(told) == ("exact", "")
+    assert alpha.trace(told["Request"])["wire_bits"] == 0
     assert alpha.control("POST", "/fleet/v1/cache/clear", {})
     assert ask(alpha, text, local_only=True)[1] == said
 
@@ -115,7 +116,7 @@ def test_what_was_rounded_is_not_the_beginning_of_an_exact_answer(pair: LiveFlee
     assert ask(alpha, text, placement=["this"])[0]["Wire-Bits"] == "8"
     further = text + " " + prompt(4, 20)
     told, said = ask(alpha, further, local_only=True, exactness="exact")
-    seen = trace(alpha)
+    seen = alpha.trace(told["Request"])
     # What all prompts begin with may be there.
     assert told["Exactness"] == "exact"
     assert seen["cached_tokens"] < 50
@@ -128,6 +129,6 @@ def test_over_a_fast_link_nothing_is_rounded(pair: LiveFleet) -> None:
     alpha.restart(**{set_speeds.LINKS: FAST})
     ready(pair, 0)
     told, _ = ask(alpha, prompt(6), placement=["this"])
-    assert told == {"Exactness": "exact", "Wire-Bits": ""}
-    seen = trace(alpha)
+    assert how(told) == ("exact", "")
+    seen = alpha.trace(told["Request"])
     assert (seen["outcome"], seen["wire_bits"], seen["chosen"]["wire_bits"]) == ("shared", 0, 0), seen

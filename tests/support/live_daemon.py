@@ -23,7 +23,8 @@ from forked_programs import ForkedProgram, Programs
 REPO = Path(__file__).parents[2]
 START_S = 90.0
 STOP_S = 45.0
-WAIT_S = 90.0
+# For one answer of the control API: the load of a model may come before it.
+WAIT_S = 180.0
 # Patience, and no promise: what takes moments on an idle machine. `make bench` measures how long it takes.
 SOON_S = 60.0
 # The longest time between two looks at another process.
@@ -171,9 +172,11 @@ class LiveDaemon:
     def kill(self) -> None:
         """As if the machine lost its power: the daemon and what it started are gone at once."""
         if self.process.poll() is None:
-            for process in self.processes():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+            # It may end by itself meanwhile, and its children with it.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in self.processes():
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
         self.process.wait()
 
     # ---- looking at it -------------------------------------------------------------------------------
@@ -219,6 +222,19 @@ class LiveDaemon:
             if line.startswith("vllm:request_success_total{") and 'finished_reason="abort"' in line
         ]
         return sum(float(line.rpartition(" ")[2]) for line in ended)
+
+    def cancelled_so_far(self) -> float:
+        """``cancelled`` once no request is left: those of clients that have just left are counted by then."""
+        until(lambda: not any(self.status()["requests"][state] for state in ("running", "waiting")))
+        return self.cancelled
+
+    def trace(self, request_id: str) -> dict[str, Any]:
+        """The trace of a request with one answer, once it is written: after the answer, where other machines
+        have yet to say what they did."""
+        path = f"/fleet/v1/traces?last=9&id={request_id}"
+        until(lambda: self.control("GET", path)["traces"])
+        (found,) = self.control("GET", path)["traces"]
+        return dict(found)
 
     @property
     def address(self) -> tuple[str, int]:

@@ -28,11 +28,16 @@ LINKS = "FLEETD_TEST_LINKS"
 # may have a file for each machine with the seconds of one of its layers, "this" for the one that answers.
 LAYER_S, WAY_S = 0.001, 0.0005
 STEPS = "FLEETD_TEST_STEPS"
+# Helpers have to agree within this, whatever a shared prompt gains: a busy machine needs longer than that.
+AGREE_S = 20.0
 # How long is waited for scores and helpers, for a disk, and for another machine's look at its own: other
 # tests use the same processors and the same disk.
 LIMITS = {
     "SMART_GRACE_S": 300.0,
+    "SHARE_SETUP_S": AGREE_S,
     "SHARE_GRACE_S": 20.0,
+    # A stream's headers name its plan, however late a busy machine comes to it.
+    "HEADERS_PLAN_S": 20.0,
     "CACHE_LOOKUP_S": 30.0,
     "CACHE_BLOCK_S": 60.0,
     "FETCH_LOOK_S": 30.0,
@@ -65,6 +70,7 @@ def install() -> None:
     from fleetd.plan.model_speeds import ModelSpeeds
     from fleetd.plan.speed_corrections import SpeedCorrections
     from fleetd.requests.members.members import Member
+    from fleetd.requests.prefill_sharing import client as sharing
     from fleetd.requests.vectors.machines import VectorMachines
 
     loading.calibrate = _speeds
@@ -77,6 +83,7 @@ def install() -> None:
             yield replace(member, rtt_s=RTT_S, bytes_per_s=carries) if known else member
 
     Fleet.machines = machines
+    sharing._SETUP_LEAST_S = AGREE_S
     ModelSpeeds.ran = _nothing
     SpeedCorrections.ran = _nothing
     StepTimes.add = _set_step(StepTimes.add)

@@ -197,8 +197,8 @@ def _option(
     total_s = load_s + line.total_s
     code: OptionCode = ""
     reason = ""
-    # No prompt waits for a load: helpers have to agree within SHARE_SETUP_S.
-    if load_s > limits.SHARE_SETUP_S:
+    # No prompt waits for a load: helpers have to agree soon.
+    if load_s > limits.SHARE_COLD_S:
         code, names = "cold", _listed([machine.name for machine in cold])
         parts = {_layers(load.first, load.last) if load.last else "the model" for load in cold.values()}
         reason = (
