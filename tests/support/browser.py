@@ -16,7 +16,7 @@ NEEDED = pytest.mark.skipif(
     CHROMIUM is None or _DRIVER is None,
     reason="NO BROWSER: the page is not tested (apt install chromium; playwright is among the tools)",
 )
-WAIT_MS = 20_000
+WAIT_MS = 60_000
 #: Two names of other sites, and one that a rebinding attack has pointed at this machine.
 OTHER_SITE, REBOUND = "other.example", "rebound.example"
 _FLAGS = (
