@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from api_fakes import MODEL, FakeFleet, FakeLedger, FakeRunner, installed_models, services, status
 from browser import Visit
 from fakes import FakeModels, FakePool
+from live_daemon import until
 from msgspec.structs import replace
 
 from fleetd.api.control.settings_file import SettingsFile
@@ -203,6 +205,13 @@ class PageWorld:
         page.wait_for_selector(".link.live")
         goto(page, view)
         return page
+
+
+def let_go(event: asyncio.Event) -> None:
+    """Set an event for which the daemon's thread waits, once it does: before that, it has no loop."""
+    waits: Any = event
+    until(lambda: waits._loop is not None)
+    waits._loop.call_soon_threadsafe(event.set)
 
 
 def goto(page: Any, view: str) -> None:

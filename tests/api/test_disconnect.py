@@ -143,6 +143,6 @@ async def test_stopping_the_server_ends_streams(site: Site, runner: FakeRunner) 
     server = site.runner.server
     assert server is not None
     await server.shutdown(0.1)
-    assert runner.running == 0
+    await runner.wait_for(lambda: runner.running == 0)
     writer.close()
     await asyncio.gather(writer.wait_closed(), return_exceptions=True)

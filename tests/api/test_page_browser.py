@@ -17,7 +17,7 @@ from browser import OTHER_SITE, REBOUND
 from fakes import FakePullStep
 from live_daemon import until
 from msgspec.structs import replace
-from page_fakes import VIEWS, PageWorld, fleet_of, goto, trace
+from page_fakes import VIEWS, PageWorld, fleet_of, goto, let_go, trace
 
 from fleetd import limits
 from fleetd.control import pairing_events
@@ -206,7 +206,7 @@ def test_a_model_is_pulled_loaded_and_removed(world: PageWorld) -> None:
     page.fill("#search", "someone/tiny-model")
     page.click("text=Download someone/tiny-model")
     page.wait_for_selector("text=3.0 MB of 12 MB")
-    waits[0]._loop.call_soon_threadsafe(waits[0].set)  # type: ignore[attr-defined]
+    let_go(waits[0])
     row = ".modelrows li:has-text('tiny-model')"
     page.wait_for_selector(row)
     page.click(f"{row} >> text=Load")

@@ -13,7 +13,7 @@ import pytest
 from api_fakes import MODEL, FakeLedger, Step, engine, speak, status
 from live_daemon import until
 from msgspec.structs import replace
-from page_fakes import PageWorld, fleet_of, goto, trace
+from page_fakes import PageWorld, fleet_of, goto, let_go, trace
 
 from fleetd import config, limits
 from fleetd.api.control.settings_file import SettingsFile
@@ -334,6 +334,20 @@ def test_the_figures_of_a_bar_are_read_by_pointer_and_by_keyboard(world: PageWor
 LINES = "A line of the answer.\n\n"
 
 
+def scrolled(page: Any) -> float:
+    """How far, once the page no longer moves: a turn of the wheel takes several frames."""
+    found: float = page.evaluate(
+        """async () => {
+          for (let last = null, same = 0; same < 10; last = scrollY) {
+            await new Promise(requestAnimationFrame);
+            same = scrollY === last ? same + 1 : 0;
+          }
+          return scrollY;
+        }"""
+    )
+    return found
+
+
 def test_a_chat_follows_its_answer_unless_the_person_scrolled_up(world: PageWorld) -> None:
     more: list[asyncio.Event] = []
 
@@ -346,8 +360,9 @@ def test_a_chat_follows_its_answer_unless_the_person_scrolled_up(world: PageWorl
             yield more[-1]
         yield p.Finished(job.request.id, "stop", p.Usage(9, 0, 120, 0), p.Timings(0.001, 0.5, 0.25))
 
-    def go_on() -> None:
-        more[-1]._loop.call_soon_threadsafe(more[-1].set)  # type: ignore[attr-defined]
+    def go_on(times: int) -> None:
+        until(lambda: len(more) == times)
+        let_go(more[-1])
 
     world.runner.script = script
     page = world.opened("chat", viewport={"width": 1000, "height": 600})
@@ -360,19 +375,16 @@ def test_a_chat_follows_its_answer_unless_the_person_scrolled_up(world: PageWorl
     page.mouse.move(500, 200)
     page.mouse.wheel(0, -600)
     page.wait_for_selector("text=To the end")
-    before = page.evaluate("scrollY")
-    until(lambda: len(more) == 1)
-    go_on()
+    before = scrolled(page)
+    go_on(1)
     page.wait_for_function(f"() => {lines} === 80")
     assert page.evaluate("scrollY") == before
     page.click("text=To the end")
     page.wait_for_function(f"() => {near_end}")
-    until(lambda: len(more) == 2)
-    go_on()
+    go_on(2)
     page.wait_for_function(f"() => {lines} === 120")
     page.wait_for_function(f"() => {near_end}")
-    until(lambda: len(more) == 3)
-    go_on()
+    go_on(3)
     page.wait_for_selector("text=The answer is complete.", state="attached")
 
 
@@ -396,7 +408,7 @@ def test_where_an_answer_comes_from_is_right_if_the_headers_could_not_tell(
         page.click("text=Send")
     assert response.value.headers["x-fleet-plan"] == "undecided; nodes="
     until(lambda: shown)
-    shown[0]._loop.call_soon_threadsafe(shown[0].set)  # type: ignore[attr-defined]
+    let_go(shown[0])
     page.wait_for_selector(".assistant .told:has-text('on studio · equivalent · KV 4 bits · wire 8 bits')")
 
 

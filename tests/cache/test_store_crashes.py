@@ -31,7 +31,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
         env={"PYTHONPATH": f"{HERE.parent / 'support'}:{HERE.parents[1]}"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

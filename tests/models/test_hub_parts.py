@@ -191,7 +191,7 @@ async def test_layers_that_have_arrived_stay_when_it_is_stopped(store: ModelStor
     hub.stall_after = {SHARDS[1]: 10}
     steps = store.pull_part(of_layers(order, 0, 4))
     task = asyncio.create_task(ended(steps))
-    await asyncio.to_thread(hub.stalled.wait, 30)
+    assert await asyncio.to_thread(hub.stalled.wait, 60)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await steps.aclose()

@@ -27,6 +27,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
         for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
             monkeypatch.delenv(name, raising=False)
+        # To import the hub's library takes seconds, and many on a busy machine.
+        monkeypatch.setattr(limits, "HUB_SEARCH_S", 60.0)
         yield server
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import shutil
 import signal
@@ -18,6 +17,7 @@ import psutil
 import pytest
 from hub_files import COMMIT, make_snapshot
 from model_files import make_folder
+from own_resources import descriptors
 from two_machines import (
     CHUNK,
     KEY,
@@ -74,15 +74,17 @@ async def test_a_copy_is_the_same_model(there: ModelStore, here: ModelStore) -> 
 
 
 async def test_no_descriptor_stays_open(there: ModelStore, here: ModelStore) -> None:
-    counts = []
+    first = 0
     for cut_at in (None, None, 3_000_000, 0):
         with contextlib.suppress(PeerLost):
             await copied(there, here, FaultyWire(cut_at=cut_at))
             here.remove("own")
-        gc.collect()
-        counts.append(psutil.Process().num_fds())
-    # After the first, because the loop keeps what it needs to start processes. Those of other tests may go.
-    assert max(counts) == counts[0], counts
+        # After the first, because the loop keeps what it needs to start processes.
+        first = first or descriptors()
+        # The loop may close some of them a little later.
+        async with asyncio.timeout(60):
+            while descriptors() > first:  # noqa: ASYNC110  (nothing tells that one is closed)
+                await asyncio.sleep(0.01)
 
 
 async def test_a_model_of_the_hub_cache_is_copied_from_its_blobs(

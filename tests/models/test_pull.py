@@ -149,7 +149,7 @@ async def test_interrupted_download_resumes_where_it_stopped(store: ModelStore, 
     stream = store.pull(HUB_ID)
     async for progress in stream:
         if progress.file == "model.safetensors":
-            await asyncio.to_thread(hub.stalled.wait, 10)
+            assert await asyncio.to_thread(hub.stalled.wait, 60)
             break
     part = store.models_dir / install.PARTIAL / "org--tiny-model" / "model.safetensors.part"
     assert part.exists()

@@ -53,7 +53,7 @@ def descriptors() -> set[str]:
 def no_leak(channel: object) -> Iterator[None]:
     before = descriptors()
     yield
-    assert descriptors() == before
+    assert descriptors() <= before  # what an earlier test left may go
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live_daemon import SOON_S
 from netns import Lab, LabHost, why_not
 
 PROGRAM = Path(__file__).with_name("discovering.py")
@@ -64,12 +65,12 @@ class DiscoveringProcess:
                 raise AssertionError(f"in {within_s} s {self.node_id[0]} heard only {self._news}")
         return found[0]
 
-    def sees(self, other: DiscoveringProcess, within_s: float = 10.0) -> None:
+    def sees(self, other: DiscoveringProcess, within_s: float = SOON_S) -> None:
         news = self.hears(lambda news: news.get("seen") == other.node_id, within_s)
         assert other.host.address in news["hosts"]
 
     def runs(self) -> None:
-        self.hears(lambda news: news.get("state") == "running", 10.0)
+        self.hears(lambda news: news.get("state") == "running", SOON_S)
 
 
 def test_three_machines_find_each_other_on_a_network_and_hear_a_goodbye(lab: Lab) -> None:
@@ -81,7 +82,7 @@ def test_three_machines_find_each_other_on_a_network_and_hear_a_goodbye(lab: Lab
             machine.sees(other)
     assert second.process.stdin is not None
     second.process.stdin.close()
-    first.hears(lambda news: news.get("gone") == second.node_id, 10.0)
+    first.hears(lambda news: news.get("gone") == second.node_id, SOON_S)
 
 
 @pytest.mark.long

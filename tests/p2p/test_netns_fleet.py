@@ -16,7 +16,7 @@ from netns import Lab, why_not
 # Daemons are started and looked at as in the tests of one machine's fleet.
 sys.path.append(str(Path(__file__).parents[1] / "live"))
 
-from live_daemon import LiveDaemon, until
+from live_daemon import SOON_S, LiveDaemon, until
 from live_fleet import Verb, stays, view
 
 pytestmark = [pytest.mark.one_loop]
@@ -77,7 +77,7 @@ class LabFleet:
     def usable(self, *names: str) -> bool:
         return all(self.state(of, seen_by) == "usable" for seen_by in names for of in names if of != seen_by)
 
-    def until_usable(self, *names: str, limit_s: float = 20.0) -> float:
+    def until_usable(self, *names: str, limit_s: float = SOON_S) -> float:
         return until(lambda: self.usable(*names), limit_s)
 
 
@@ -100,7 +100,7 @@ def test_three_machines_pair_and_one_that_loses_its_link_is_not_used(fleet: LabF
     fleet.lab.cut(lost)
     until(lambda: fleet.state("beta", "alpha") != "usable")
     until(lambda: fleet.state("beta", "gamma") != "usable")
-    assert fleet.usable("alpha", "gamma")
+    fleet.until_usable("alpha", "gamma")
     fleet.lab.mend(lost)
     fleet.until_usable(*NAMES)
 

@@ -200,7 +200,7 @@ def kill_writers(folder: Path, count: int) -> int:
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     lost, acknowledged, amid, *left = done.stdout.split()

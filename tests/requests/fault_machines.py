@@ -37,7 +37,6 @@ from fault_seams import (
     TappedStream,
     request,
     settled,
-    told,
 )
 from fault_table import CHUNK, HELPERS, HOME, Scenario
 from fleet_nodes import running, settings, together
@@ -54,7 +53,7 @@ from fleetd.control.prefill_trace import Trace
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.daemon_side.worker_maker import WorkerMaker
-from fleetd.engine.protocol import Generate, PrefillWithHelpers, StreamTag
+from fleetd.engine.protocol import Accepted, Generate, PrefillWithHelpers, StreamTag
 from fleetd.engine.settings import WorkerOptions
 from fleetd.p2p import node as node_module
 from fleetd.p2p.node import Node
@@ -107,6 +106,8 @@ class FaultMachines:
         self.outcomes: list[str] = []
         self.assists: list[AssistServer] = []
         self.last_error = ""
+        #: Set once home has accepted the prompt that it is asked: who helps with it is decided then.
+        self.accepted = asyncio.Event()
         # Ends of sessions that a fault broke.
         self._broken: list[PeerConnection] = []
         wire.watch = self._passing
@@ -228,9 +229,15 @@ class FaultMachines:
 
     async def run(self, request: Generate, *, local_only: bool = False) -> RequestEvents:
         """As a user's."""
-        job = Job("m", request, "socket", "chat", local_only=local_only)
+
+        def seen(event: Any) -> None:
+            if isinstance(event, Accepted):
+                self.accepted.set()
+
+        job, found = Job("m", request, "socket", "chat", local_only=local_only), RequestEvents(seen)
         async with asyncio.timeout(2 * WITHIN_S):
-            return await told(self.runner.run(job))
+            await found.read(self.runner.run(job))
+        return found
 
     def prompt(self, request_id: str, seed: int) -> Generate:
         return request(request_id, self.scenario.tokens + 1, seed)

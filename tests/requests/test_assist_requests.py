@@ -37,6 +37,12 @@ TERMS = SharingTerms("r1", "m", DIGEST, split(), ARITHMETIC, own_chunks=True)
 ASK = messages.AssistQuestion("m", DIGEST, split(), 0, "r1", ARITHMETIC)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper waits for the word to begin, however busy the machine is."""
+    monkeypatch.setattr(limits, "SHARE_SETUP_S", WITHIN_S)
+
+
 @contextlib.asynccontextmanager
 async def agreeing(
     home: Node, engine: FakeEngine, helpers: list[HelperMachine], terms: SharingTerms = TERMS
@@ -86,7 +92,7 @@ async def test_everybody_gets_the_streams_of_the_split(
         machines(tmp_path, of.helpers) as (home, helpers),
         agreeing(home, FakeEngine(), helpers, terms(of)) as agreement,
     ):
-        assert await agreement.reach()
+        assert await agreement.reach(WITHIN_S)
         engine = agreement._engine
         assert isinstance(engine, FakeEngine)
         for helper, names in zip(helpers, there, strict=True):
@@ -117,7 +123,7 @@ async def test_what_is_written_at_one_end_arrives_at_the_other(tmp_path: Path) -
         machines(tmp_path, 2) as (home, helpers),
         agreeing(home, FakeEngine(), helpers, terms(split(2))) as agreement,
     ):
-        await agreement.reach()
+        await agreement.reach(WITHIN_S)
         loop, first, second = asyncio.get_running_loop(), helpers[0].engine, helpers[1].engine
         here = agreement._engine
         assert isinstance(here, FakeEngine)
@@ -142,7 +148,7 @@ async def test_another_accelerator_is_no_exact_helper(tmp_path: Path) -> None:
     async with machines(tmp_path, 1) as (home, helpers), agreeing(home, FakeEngine(), helpers) as agreement:
         other = replace(ARITHMETIC, accelerator="metal", layers=[b"x" * 8] * 4)
         helpers[0].engine.facts = replace(FACTS, arithmetic=other)
-        assert not await agreement.reach()
+        assert not await agreement.reach(WITHIN_S)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------
@@ -158,7 +164,7 @@ async def test_other_arithmetic_is_refused_by_both_ends(tmp_path: Path, dtype_at
             this = terms(split(), arithmetic=replace(ARITHMETIC, dtype="float16"))
         async with agreeing(home, FakeEngine(), helpers, this) as agreement:
             with pytest.raises(Incompatible, match="helper0: dtype is"):
-                await agreement.reach()
+                await agreement.reach(WITHIN_S)
             assert isinstance(agreement.helpers[0].failed, Incompatible)
         assert helpers[0].engine.assists == []
         await ended(helpers[0], "incompatible")
@@ -168,14 +174,14 @@ async def test_a_helper_that_stops_takes_no_work(tmp_path: Path) -> None:
     async with machines(tmp_path, 1) as (home, helpers), agreeing(home, FakeEngine(), helpers) as agreement:
         helpers[0].draining = True
         with pytest.raises(Draining):
-            await agreement.reach()
+            await agreement.reach(WITHIN_S)
 
 
 async def test_an_engine_without_room_refuses_before_anything_is_offered(tmp_path: Path) -> None:
     async with machines(tmp_path, 1) as (home, helpers), agreeing(home, FakeEngine(), helpers) as agreement:
         helpers[0].engine.error = OutOfMemory("No room for 1024 tokens.")
         with pytest.raises(OutOfMemory, match="helper0: No room"):
-            await agreement.reach()
+            await agreement.reach(WITHIN_S)
         await ended(helpers[0], "out_of_memory")
 
 
@@ -194,7 +200,7 @@ async def test_one_refusal_ends_the_others_work(tmp_path: Path) -> None:
 
         helpers[1].node.handle(messages.ASSIST, refused)
         with pytest.raises(ModelNotFound):
-            await agreement.reach()
+            await agreement.reach(WITHIN_S)
         assert [type(helper.failed) for helper in agreement.helpers] == [type(None), ModelNotFound]
         agreement.close()
         await ended(helpers[0], "cancelled")
@@ -204,7 +210,7 @@ async def test_a_model_that_is_not_loaded_is_not_loaded_for_an_ask(tmp_path: Pat
     async with machines(tmp_path, 1) as (home, helpers), agreeing(home, FakeEngine(), helpers) as agreement:
         helpers[0].pool.loaded = False
         with pytest.raises(Overloaded, match="not loaded"):
-            await agreement.reach()
+            await agreement.reach(WITHIN_S)
         assert helpers[0].pool.loads == []
 
 
@@ -229,7 +235,7 @@ async def test_a_helper_whose_engine_dies_is_heard_of_at_once(tmp_path: Path) ->
         machines(tmp_path, 2) as (home, helpers),
         agreeing(home, FakeEngine(), helpers, terms(split(2))) as agreement,
     ):
-        await agreement.reach()
+        await agreement.reach(WITHIN_S)
         helpers[1].engine.error = EngineDied("The engine ended.")
         helpers[1].engine.end.set()
         with pytest.raises(EngineDied, match="helper1: The engine ended"):
@@ -242,7 +248,7 @@ async def test_a_helper_whose_engine_dies_is_heard_of_at_once(tmp_path: Path) ->
 async def test_a_helper_that_only_computes_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "JOB_ALIVE_S", 0.05)
     async with machines(tmp_path, 1) as (home, helpers), agreeing(home, FakeEngine(), helpers) as agreement:
-        await agreement.reach()
+        await agreement.reach(WITHIN_S)
         stream, beats = agreement.helpers[0].stream, asyncio.Queue[bytes | None]()
         receive = stream.receive
 
@@ -263,7 +269,7 @@ async def test_a_helper_that_falls_silent_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with machines(tmp_path, 1) as (home, helpers), agreeing(home, FakeEngine(), helpers) as agreement:
-        await agreement.reach()
+        await agreement.reach(WITHIN_S)
         monkeypatch.setattr(limits, "JOB_SILENCE_S", 0.1)
         with pytest.raises(PeerLost, match="helper0: No sign of life"):
             await agreement.watch()
@@ -271,7 +277,7 @@ async def test_a_helper_that_falls_silent_is_given_up(
 
 async def test_a_helper_that_goes_away_is_heard_of_at_once(tmp_path: Path) -> None:
     async with machines(tmp_path, 1) as (home, helpers), agreeing(home, FakeEngine(), helpers) as agreement:
-        await agreement.reach()
+        await agreement.reach(WITHIN_S)
         watching = asyncio.create_task(agreement.watch())
         await helpers[0].node.goodbye()
         with pytest.raises(FleetError) as caught:
@@ -284,7 +290,7 @@ async def test_a_helper_that_goes_away_is_heard_of_at_once(tmp_path: Path) -> No
 
 async def test_an_assist_cannot_outlive_the_machine_that_asked(tmp_path: Path) -> None:
     async with machines(tmp_path, 1) as (home, helpers), agreeing(home, FakeEngine(), helpers) as agreement:
-        await agreement.reach()
+        await agreement.reach(WITHIN_S)
         await helpers[0].engine.until(lambda: "out" in helpers[0].engine.streams)
         await home.goodbye()
         await ended(helpers[0], "cancelled")

@@ -40,7 +40,7 @@ from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.speed_corrections import CHANGED, MOST, MOST_SEEN
 from fleetd.requests.drafting import drafters
 from fleetd.requests.job import Job
-from fleetd.requests.ledger import Ledger
+from fleetd.requests.ledger import Ledger, Reservation
 from fleetd.requests.members import claims
 from fleetd.requests.members.members import Member, Members
 from fleetd.requests.metrics import Metrics
@@ -232,17 +232,33 @@ class Liars(FakeOthers):
         return self.streams[-1]
 
 
+class GatheredLedger(Ledger):
+    """No request goes on before so many of them have their machine. On a busy machine the first one may
+    otherwise be over before the next one is placed."""
+
+    def __init__(self, store: Store, requests: int) -> None:
+        super().__init__(store)
+        self._left, self._all = requests, asyncio.Event()
+
+    async def reserve(self, reservation: Reservation) -> None:
+        await super().reserve(reservation)
+        self._left -= 1
+        if self._left <= 0:
+            self._all.set()
+        await self._all.wait()
+
+
 Make = Callable[..., RequestRunner]
 
 
 @pytest.fixture
 def make(store: Store) -> Make:
-    def build(others: FakeOthers, own: Card, *names: str) -> RequestRunner:
+    def build(others: FakeOthers, own: Card, *names: str, at_once: int = 0) -> RequestRunner:
         members = Members(others.machines, lambda: own)
         return runner_over(
             FakePool(answer()),
             FakeModels(names=[*names]),
-            Ledger(store),
+            GatheredLedger(store, at_once),
             Metrics("0"),
             names=ModelNames("big"),
             placer=Placer(members, others.request),
@@ -273,7 +289,7 @@ async def test_attack_seventeen_requests_and_a_machine_that_claims_any_speed_and
     hurried(monkeypatch)
     liars = Liars(machine("liar", prefill_tok_s=claim, decode_tok_s=claim))
     liars.first = first
-    runner = make(liars, replace(OWN, models=[MODEL]), "big")
+    runner = make(liars, replace(OWN, models=[MODEL]), "big", at_once=17)
     found = await asyncio.gather(*(answered(runner, number) for number in range(17)))
     assert all(events[-1] == answer()[-1] for events in found), "all were answered, here"
     assert len(liars.asked) == limits.ANSWERS_ON_TRIAL

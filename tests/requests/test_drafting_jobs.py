@@ -66,6 +66,12 @@ SMALL = "small"
 TARGET = FakeFolder("m")
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter gives its account after the answer, however busy the machine is."""
+    monkeypatch.setattr(client, "_ACCOUNT_S", WITHIN_S)
+
+
 def facts(vocabulary: str = WORDS) -> Ready:
     return replace(
         FACTS,

@@ -13,7 +13,7 @@ from typing import Any
 import kv_blocks
 import msgspec
 import pytest
-from fakes import FakeEngine, FakeFolder
+from fakes import WITHIN_S, FakeEngine, FakeFolder
 from keepers import SIZE, Keeper, fleet
 from requests_driver import answered, request_of
 from sharing_fakes import HomePartners, own_card
@@ -48,6 +48,13 @@ from fleetd.sealed.stream import SealedReceiver
 
 TARGET = FakeFolder("m")
 NAMES = kv_blocks.prompt(1, 4)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine says what it keeps and begins to send it in time, however busy the machine is."""
+    for wait in ("FETCH_FIND_S", "FETCH_DECIDE_S"):
+        monkeypatch.setattr(limits, wait, WITHIN_S)
 
 
 class Pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 import sys
 from collections.abc import AsyncIterator
@@ -12,7 +13,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "p2p"))
 
-from fleet_nodes import introduce, running, settings, together, until
+from fleet_nodes import WITHIN_S, introduce, running, settings, together, until
 from msgspec.structs import replace
 from sharing_fakes import own_card
 from smart_fakes import ScoringPool, models
@@ -96,6 +97,9 @@ async def three(folder: Path) -> AsyncIterator[list[AskedMachine]]:
 async def test_what_one_machine_denies_another_machine_may_still_send(tmp_path: Path) -> None:
     async with three(tmp_path) as (a, b, c):
         assert await a.shown_to() == everything("bc")
+        async with asyncio.timeout(WITHIN_S):
+            while len({machine.node.roster.digest() for machine in (a, b, c)}) > 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         before = [machine.node.roster.digest() for machine in (a, b, c)]
         shown = await a.fleet.allow_prompts("c", False, fleet=False)
         assert (shown.sees_prompts, shown.allowed_here, shown.allowed_by_fleet) == (False, False, True)

@@ -566,7 +566,9 @@ async def test_a_request_that_no_model_was_found_for_is_counted_listed_and_in_th
 ) -> None:
     """A failure that only a counter knew of: nobody could find out which request it was."""
     traces: list[Trace] = []
-    runner = make_runner(FakePool(answer()), FakeModels(), record=traces.append, name="mini")
+    runner = make_runner(
+        FakePool(answer()), FakeModels(), record=traces.append, name="mini", monotonic=lambda: 5.0
+    )
     with pytest.raises(ModelNotFound, match="nope") as caught:
         await collect(runner, replace(job("nope"), client="claude"))
     assert "Did you mean" in caught.value.hint

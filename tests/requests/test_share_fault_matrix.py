@@ -192,7 +192,8 @@ class Strike:
 
 @contextlib.asynccontextmanager
 async def _full(fleet: FaultMachines, case: Case) -> AsyncIterator[None]:
-    """Where a machine's memory is promised to others before it is asked."""
+    """If the case is that of a machine without memory: its memory is promised to others, until it is decided
+    who helps."""
     if case.fault != "out of memory" or case.short is not None:
         yield
         return
@@ -203,16 +204,18 @@ async def _full(fleet: FaultMachines, case: Case) -> AsyncIterator[None]:
     split = Split("layers", (0, 4, 4), 4, 0, tokens, 64)
     others = engine.assist(AssistPrefill("others", split, 0))
     assert isinstance(await anext(others), Accepted)
+    fleet.accepted.clear()
     # A prompt that does not fit waits until they are done.
-    leaving = asyncio.get_running_loop().create_task(_left(others, _PAUSE_S))
+    leaving = asyncio.get_running_loop().create_task(_left(others, fleet.accepted))
     try:
         yield
     finally:
+        fleet.accepted.set()
         await leaving
 
 
-async def _left(events: Any, after_s: float) -> None:
-    await asyncio.sleep(after_s)
+async def _left(events: Any, accepted: asyncio.Event) -> None:
+    await accepted.wait()
     await events.aclose()
 
 

@@ -52,7 +52,7 @@ from fleetd.requests.metrics import Metrics
 from fleetd.requests.pipeline import Pipeline, PipelineStep
 from fleetd.requests.placement.placement import Placement, Placer, WantedModel
 from fleetd.requests.placement.way_views import way_views
-from fleetd.requests.prefill_sharing import messages
+from fleetd.requests.prefill_sharing import client, messages
 from fleetd.requests.prefill_sharing.agreement import Agreement
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.request import Request, Shortening
@@ -61,6 +61,14 @@ from fleetd.requests.timeline import Span
 
 LONG = "word " * 4096
 OK = PrefillReport("r1", [StepTime("computed", 1.0, 500)])
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helpers agree and give their accounts, however busy the machine is. What is planned stays as it is."""
+    reach = Agreement.reach
+    monkeypatch.setattr(Agreement, "reach", lambda agreement, within_s: reach(agreement, WITHIN_S))
+    monkeypatch.setattr(client, "_ACCOUNTS_S", WITHIN_S)
 
 
 def job(text: str = LONG, **fields: Any) -> Job:

@@ -374,7 +374,7 @@ async def test_a_client_that_leaves_ends_all_parts() -> None:
         assert fleet.here.cancelled == 1  # type: ignore[union-attr]
         assert fleet.pipes[0].cancelled
         await fleet.others["a"].left.wait()
-    assert fleet.ledger.refunded.count("cancelled") == 2
+    await settled(lambda: fleet.ledger.refunded.count("cancelled") == 2, "both rows are closed")
     assert fleet.service.running() == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -11,10 +12,11 @@ from fleetd.errors import FleetError
 
 
 class RequestEvents:
-    """``error`` is what it failed with, if it did."""
+    """``error`` is what it failed with, if it did; ``seen`` is told of each event as it comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, seen: Callable[[Any], None] = lambda event: None) -> None:
         self.events: list[Loading | EngineEvent] = []
+        self._seen = seen
         self.error: FleetError | None = None
 
     async def read(self, events: Any) -> None:
@@ -23,6 +25,7 @@ class RequestEvents:
             async with aclosing(events):
                 async for event in events:
                     self.events.append(event)
+                    self._seen(event)
         except FleetError as error:
             self.error = error
 

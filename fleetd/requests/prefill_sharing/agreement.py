@@ -23,7 +23,6 @@ from typing import Any
 
 import msgspec
 
-from fleetd import limits
 from fleetd.control.model_facts import KvBits, WireBits
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Arithmetic, StepTime, StreamTag
@@ -107,10 +106,11 @@ class Agreement:
         """How the prompt is divided among them."""
         return self._terms.split
 
-    async def reach(self, within_s: float = limits.SHARE_SETUP_S) -> bool:
+    async def reach(self, within_s: float) -> bool:
         """Once every stream is with the engine: whether the result will be exactly this machine's own.
 
-        Raises FleetError; then some helper has ``failed``, unless the fault is here.
+        Raises FleetError, which is PeerLost if that takes longer than ``within_s`` seconds; then some helper
+        has ``failed``, unless the fault is here.
         """
         try:
             async with asyncio.timeout(within_s):
