@@ -199,7 +199,7 @@ async def test_a_worker_that_waits_for_other_machines_is_alive(
             break
     engine = pool.engine(FOLDER)
     assert engine is not None
-    monkeypatch.setattr(limits, "ENGINE_STALL_S", 0.0)
+    monkeypatch.setattr(limits, "ENGINE_STALL_S", -1.0)
     engine._on_heartbeat(Heartbeat(0, prefilling=1, blocked=True), asyncio.get_running_loop().time() + 3600.0)
     await engine.check()
     assert engine.error is None
