@@ -15,11 +15,13 @@ import pytest
 import set_speeds
 import tiny_architectures
 import tiny_models
+import vector_models
 from asking import folder_of
 from disk_worker import BLOCK
 from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from two_disks import PROMPT, TwoMachines
+from vector_asking import vectors_folder
 
 from fleetd import limits
 from fleetd.engine.cpu import mlx_functions, products
@@ -37,6 +39,17 @@ def chain_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def chain(chain_path: Path) -> ModelFolder:
     return folder_of(chain_path)
+
+
+@pytest.fixture(scope="session")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    return vectors_folder(vector_models.write(tmp_path_factory.mktemp("m") / "embedder", "bert"))
+
+
+@pytest.fixture(scope="session")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    path = vector_models.write(tmp_path_factory.mktemp("m") / "ranker", "bert", head="classifier")
+    return vectors_folder(path)
 
 
 @pytest.fixture(scope="module")

@@ -63,10 +63,13 @@ def causal(T: int, S: int, *, window: int | None = None, padding: int = 0) -> np
     return seen if window is None else seen & (key > at - window)
 
 
-@pytest.mark.parametrize(("H", "K", "D"), SHAPES)
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 200), (5, 5), (130, 130), (7, 300), (128, 193)])
-@pytest.mark.parametrize("kind", ["none", "causal", "causal array", "left padding", "window", "holes"])
-def test_attention_is_attention(H: int, K: int, D: int, T: int, S: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    in_turn(SHAPES, ["none", "causal", "causal array", "left padding", "window", "holes"]),
+)
+def test_attention_is_attention(shape: tuple[int, int, int], T: int, S: int, kind: str) -> None:
+    H, K, D = shape
     q, k, v = draw(1, 2, H, T, D), draw(2, 2, K, S, D), draw(3, 2, K, S, D)
     seen: npt.NDArray[np.bool_] | None = None
     given: Any = None
@@ -202,9 +205,9 @@ def test_blocks_go_round_evenly(threads: int) -> None:
 
 
 @pytest.mark.usefixtures("cpu_installed")
-@pytest.mark.parametrize(("H", "K", "D"), SHAPES)
-@pytest.mark.parametrize("n", EDGES)
-def test_a_padded_batch_row_has_the_bits_it_has_alone(H: int, K: int, D: int, n: int) -> None:
+@pytest.mark.parametrize(("shape", "n"), in_turn(SHAPES, EDGES))
+def test_a_padded_batch_row_has_the_bits_it_has_alone(shape: tuple[int, int, int], n: int) -> None:
+    H, K, D = shape
     q, k, v = draw(1, 2, H, 1, D), draw(2, 2, K, 1100, D), draw(3, 2, K, 1100, D)
     seen = np.stack([causal(1, 1100, padding=p)[None] for p in (0, 1100 - n)])
     both = products.scaled_dot_product_attention(q, k, v, D**-0.5, seen)

@@ -23,16 +23,19 @@ from request_events import RequestEvents
 from sharing import prompt, settle, workers, write
 from worker_groups import GroupStreams, answered, group
 
+from fleetd import limits
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.failures import MemberLost
+from fleetd.engine.groups.messages import HopLost
 from fleetd.engine.protocol import HOP_IN, Delta
 from fleetd.engine.streams.frames import FrameHeader
 from fleetd.errors import FleetError, GroupLost
 
 CUTS = (1, 3)
 PROMPT_TOKENS = 300
-# Silence that ends a group here. What does not notice it waits for a whole step's time, which is minutes.
-SHORT = {"GROUP_SILENT_S": 1.0, "GROUP_BEAT_S": 0.1}
+# Silence that ends a group here: some beats, for a thread that beats may wait for its turn on a busy machine.
+# What does not notice it waits for a whole step's time, which is minutes.
+SHORT = {"GROUP_SILENT_S": 4.0}
 NOTICED_S = 60.0
 
 
@@ -182,6 +185,24 @@ def test_a_hop_that_is_not_due_is_refused(
     three.pipes[0].heard_s = math.inf
     with pytest.raises(MemberLost, match=said):
         three.model(mx.array([[1, 2]]), three.model.make_cache())
+
+
+@pytest.mark.parametrize("teller", [0, 1])
+def test_of_two_members_the_one_that_is_heard_after_their_stream_broke_is_there(
+    three: Group, teller: int
+) -> None:
+    """The last word of the one that is gone may come after that of the other one."""
+    stages, pipe, told_s = three.model.members, three.pipes[0], 100.0
+    stages.stages[teller].hops_lost.append((HopLost(to_next=teller == 0), told_s))
+    for heard_s in (told_s - 0.2, told_s, told_s + limits.GROUP_BEAT_S / 4):
+        pipe.heard_s = heard_s
+        for after_s in (0.0, limits.GROUP_BEAT_S, limits.GROUP_SILENT_S - 0.01):
+            stages._check_hops(heard_s + after_s)
+        with pytest.raises(MemberLost, match="machine 1 was silent"):
+            stages._check_hops(heard_s + limits.GROUP_SILENT_S + 0.01)
+    pipe.heard_s = told_s + limits.GROUP_BEAT_S
+    with pytest.raises(MemberLost, match="machine 2 is not reached any more by machine 1"):
+        stages._check_hops(pipe.heard_s + 0.01)
 
 
 def test_a_stream_that_comes_late_is_waited_for(three: Group) -> None:

@@ -20,7 +20,7 @@ from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import STAGE, StreamTag
 from fleetd.engine.streams.handed_over import HandedOverStreams
 
-GROUPS, TIMES, CUT = 50, 4, 2
+GROUPS, TIMES, CUT = 50, 3, 2
 # What so many groups may leave. Allocators take a large piece now and then and keep it, so the least of
 # several times counts: what is left behind is left each time.
 LEAST_BYTES = 8 << 20

@@ -34,6 +34,12 @@ pytestmark = pytest.mark.one_loop
 OPTIONS = WorkerOptions(device="cpu", max_memory_bytes=2 << 30)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    """No test changes its files."""
+    return folder_of(write(tmp_path_factory.mktemp("group") / "tiny"))
+
+
 class FormingGroup:
     """A group whose members never get ready."""
 
@@ -77,8 +83,10 @@ async def test_a_stream_that_ends_is_explained_by_the_machine_it_went_to(
     await front.stop()
 
 
-async def test_layers_for_another_machine_do_not_wait_for_a_group_that_is_formed_here(tmp_path: Path) -> None:
-    folder, made = folder_of(write(tmp_path / "tiny")), list[FormingGroup]()
+async def test_layers_for_another_machine_do_not_wait_for_a_group_that_is_formed_here(
+    folder: ModelFolder,
+) -> None:
+    made = list[FormingGroup]()
 
     def groups(_folder: object, _arithmetic: object, over: Sequence[str]) -> FormingGroup:
         made.append(FormingGroup(over))
@@ -111,9 +119,9 @@ async def test_layers_for_another_machine_do_not_wait_for_a_group_that_is_formed
 
 @pytest.mark.parametrize("over", [["kitchen"], []])
 async def test_a_model_is_loaded_without_a_look_at_its_files_on_the_loop(
-    tmp_path: Path, over: list[str]
+    folder: ModelFolder, over: list[str]
 ) -> None:
-    folder, made = folder_of(write(tmp_path / "tiny")), list[FormingGroup]()
+    made = list[FormingGroup]()
 
     def groups(_folder: ModelFolder, sizes: ModelSizes, over: Sequence[str]) -> FormingGroup:
         assert len(sizes.each_layer(sizes.need.arithmetic).layers) == LAYERS
@@ -130,8 +138,7 @@ async def test_a_model_is_loaded_without_a_look_at_its_files_on_the_loop(
         await pool.close()
 
 
-async def test_a_model_that_is_to_be_here_alone_is_not_cut(tmp_path: Path) -> None:
-    folder = folder_of(write(tmp_path / "tiny"))
+async def test_a_model_that_is_to_be_here_alone_is_not_cut(folder: ModelFolder) -> None:
     pool = EnginePool(WorkerMaker(OPTIONS, groups=lambda *_: pytest.fail("it is not cut")))
     try:
         await pool.load(folder, [])
@@ -157,8 +164,7 @@ async def test_a_model_in_part_is_never_loaded_alone(tmp_path: Path) -> None:
         await pool.close()
 
 
-async def test_a_worker_is_told_of_the_drafter_for_its_model(tmp_path: Path) -> None:
-    folder = folder_of(write(tmp_path / "tiny"))
+async def test_a_worker_is_told_of_the_drafter_for_its_model(folder: ModelFolder, tmp_path: Path) -> None:
     asked: list[str] = []
 
     async def drafter(target: ModelFolder) -> Path:
@@ -201,10 +207,10 @@ async def forming(pool: EnginePool, folder: ModelFolder, made: list[FormingGroup
 
 @pytest.mark.parametrize("asked", [False, True])
 async def test_a_group_that_nobody_uses_is_loaded_over_another_cut(
-    tmp_path: Path, asked: bool, monkeypatch: pytest.MonkeyPatch
+    folder: ModelFolder, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "GROUP_RECUT_IDLE_S", 0.0)
-    folder, made = folder_of(write(tmp_path / "tiny")), list[FormingGroup]()
+    made = list[FormingGroup]()
     measured = [GroupStage("", 0, 2, 0.1, 0.0, 64), GroupStage("kitchen", 2, LAYERS, 0.9, 0.1, 64)]
     seen: list[object] = []
 
@@ -251,8 +257,7 @@ async def test_a_group_that_nobody_uses_is_loaded_over_another_cut(
         await pool.close()
 
 
-async def test_layers_are_loaded_on_when_one_of_two_that_wait_for_them_leaves(tmp_path: Path) -> None:
-    folder = folder_of(write(tmp_path / "tiny"))
+async def test_layers_are_loaded_on_when_one_of_two_that_wait_for_them_leaves(folder: ModelFolder) -> None:
     pool = EnginePool(WorkerMaker(OPTIONS))
 
     async def used() -> bool:
@@ -272,10 +277,10 @@ async def test_layers_are_loaded_on_when_one_of_two_that_wait_for_them_leaves(tm
 
 
 async def test_a_model_that_is_unloaded_while_it_is_cut_anew_does_not_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "GROUP_RECUT_IDLE_S", 0.0)
-    folder, made = folder_of(write(tmp_path / "tiny")), list[FormingGroup]()
+    made = list[FormingGroup]()
     ends, ended = asyncio.Event(), asyncio.Event()
 
     def group(*_: object) -> FormingGroup:
@@ -316,11 +321,11 @@ async def test_a_model_that_is_unloaded_while_it_is_cut_anew_does_not_load(
 
 @pytest.mark.parametrize("ends", ["unloaded", "closed"])
 async def test_other_machines_load_for_a_model_only_as_long_as_it_is_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     monkeypatch.setattr(limits, "GROUP_RECUT_IDLE_S", 0.0)
     monkeypatch.setattr(limits, "POOL_CHECK_S", 0.01)
-    folder, made = folder_of(write(tmp_path / "tiny")), list[FormingGroup]()
+    made = list[FormingGroup]()
     prepares, given_up = asyncio.Event(), asyncio.Event()
 
     def group(*_: object) -> FormingGroup:
@@ -363,8 +368,8 @@ async def test_other_machines_load_for_a_model_only_as_long_as_it_is_held(
         await pool.close()
 
 
-async def test_whoever_ends_a_group_and_is_cancelled_is_cancelled(tmp_path: Path) -> None:
-    folder, made = folder_of(write(tmp_path / "tiny")), list[FormingGroup]()
+async def test_whoever_ends_a_group_and_is_cancelled_is_cancelled(folder: ModelFolder) -> None:
+    made = list[FormingGroup]()
     leaves = asyncio.Event()
 
     class SlowGroup(HeldGroup):

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import tiny_architectures
+from family_params import in_turn
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
@@ -71,8 +72,7 @@ def test_a_product_is_near_the_one_in_f32(bits: int, group: int, offset: bool) -
     assert error(found, x @ np.array(products.dequantized(layer)).T) < 0.012
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize(("threads", "offset"), in_turn([1, 3], [False, True]))
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (4, 128), (8, 32), (8, 64)])
 @pytest.mark.parametrize(("inputs", "outputs"), [(576, 192), (1536, 576), (128, 50), (640, 1)])
 def test_a_row_has_the_same_bits_in_any_company(

@@ -127,6 +127,7 @@ def test_both_directions_at_once(ends: tuple[PipeEnd, PipeEnd]) -> None:
 
 
 def test_send_does_not_wait_for_a_side_that_reads_nothing() -> None:
+    threads = pipe_threads()
     near, far = tcp_pair()
     with far:
         end = PipeEnd(near, "connector")
@@ -136,7 +137,7 @@ def test_send_does_not_wait_for_a_side_that_reads_nothing() -> None:
         assert end.pipe.backlog > 48 << 20
         assert end.pipe.receive() is None
         end.pipe.close()  # at once, with all that queued
-    assert pipe_threads() == 0
+    assert pipe_threads() <= threads
 
 
 def test_a_finished_stream_is_no_broken_one(ends: tuple[PipeEnd, PipeEnd]) -> None:
@@ -272,6 +273,7 @@ def test_an_eager_pipe_writes_short_frames_itself_and_keeps_their_order() -> Non
 
 @pytest.mark.parametrize("size", [500, pipe.EAGER_BYTES - HEAD_BYTES])
 def test_an_eager_pipe_does_not_wait_for_a_side_that_reads_nothing(size: int) -> None:
+    threads = pipe_threads()
     near, far = tcp_pair()
     with far:
         here = SocketPipe(near, KEY, "connector", place=lambda head: [], wake=lambda: None, eager=True)
@@ -281,7 +283,7 @@ def test_an_eager_pipe_does_not_wait_for_a_side_that_reads_nothing(size: int) ->
                 break
         assert here.backlog > 0
         here.close()
-    assert pipe_threads() == 0
+    assert pipe_threads() <= threads
 
 
 class OneThreadPoll:

@@ -159,7 +159,10 @@ def test_what_would_have_to_queue_or_cannot_be_cut_is_not_offered(parts: tuple[A
     assert whole.of("assist")[0].code == "model_unsupported"
 
 
-def test_assists_are_bounded_and_end_without_their_streams(parts: tuple[Any, Any, Sharable]) -> None:
+def test_assists_are_bounded_and_end_without_their_streams(
+    parts: tuple[Any, Any, Sharable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "TICKET_S", 600.0)
     bench = SharingBench(parts)
     for name in ("one", "two", "three", "one"):
         bench.scheduler.tell(AssistPrefill(name, SPLIT, 0))
@@ -173,6 +176,8 @@ def test_assists_are_bounded_and_end_without_their_streams(parts: tuple[Any, Any
     bench.scheduler.tell(Cancel("two"))
     while not bench.of("two", Finished):
         bench.turn()
+    (one,) = bench.scheduler.guests[0]._tasks
+    one.until_s = 0.0
     while len(bench.of("one", Failed)) < 2:
         bench.turn()
     assert bench.of("one", Failed)[1].code == "peer_lost"

@@ -110,12 +110,16 @@ def test_helpers_that_hold_their_own_layers_only(split: Split) -> None:
     run.check(run.finish().cache)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "gemma4_text", "falcon_h1", "gemma3n", "hunyuan", "kimi_k3"])
-def test_helpers_that_hold_only_some_layers_of_a_model_of_many_kinds(name: str) -> None:
-    model = tiny(name)
-    for split in (SPLITS["half the layers after a prefix"], SPLITS["three helpers"]):
-        run = SharedRun(model, split, stages=True)
-        run.check(run.finish().cache)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    by_turns(
+        ["qwen3_5", "gemma4_text", "falcon_h1", "gemma3n", "hunyuan", "kimi_k3"],
+        ["half the layers after a prefix", "three helpers"],
+    ),
+)
+def test_helpers_that_hold_only_some_layers_of_a_model_of_many_kinds(name: str, way: str) -> None:
+    run = SharedRun(tiny(name), SPLITS[way], stages=True)
+    run.check(run.finish().cache)
 
 
 @pytest.mark.parametrize(
@@ -236,12 +240,14 @@ def test_progress_grows_and_ends_with_the_prompt(split: Split) -> None:
 @pytest.mark.parametrize(
     ("name", "split"),
     [
-        # In the quick run all splits of rows alone; of windows and of running states some, in turn.
+        # In the quick run of rows alone every second split; of windows and of running states some, in turn.
         pytest.param(
             name,
             split,
             id=f"{way}-{name}",
-            marks=() if name == "llama" or number % 4 == 2 * (name == "qwen3_5") else pytest.mark.long,
+            marks=()
+            if number % 2 == 0 and (name == "llama" or number % 4 == 2 * (name == "qwen3_5"))
+            else pytest.mark.long,
         )
         for number, (way, split) in enumerate(SPLITS.items())
         for name in ("llama", "gemma3_text", "qwen3_5")

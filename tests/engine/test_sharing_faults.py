@@ -357,22 +357,22 @@ def last_bit(head: FrameHeader, data: bytes) -> list[tuple[FrameHeader, bytes]]:
 GARBAGE = {"noise": noise, "zeros": zeros, "NaN": nans, "one NaN": one_nan}
 
 
-@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
-@pytest.mark.parametrize(
-    ("split", "end", "kind"),
-    [
-        (HALF, (0, "home"), Kind.ROWS),
-        (HALF, (0, "out"), Kind.HIDDEN),
-        (CHAIN, (1, "home"), Kind.ROWS),
-        (ELSEWHERE, (0, "home"), Kind.ROWS),
-        (TOKENS, (0, "home"), Kind.ROWS),
-        (TOKEN_CHAIN, (1, "home"), Kind.ROWS),
-    ],
-)
+ENDS = {
+    "rows of layers": (HALF, (0, "home"), Kind.ROWS),
+    "hidden states": (HALF, (0, "out"), Kind.HIDDEN),
+    "rows of a chain": (CHAIN, (1, "home"), Kind.ROWS),
+    "rows of all layers": (ELSEWHERE, (0, "home"), Kind.ROWS),
+    "rows of tokens": (TOKENS, (0, "home"), Kind.ROWS),
+    "rows of a chain of tokens": (TOKEN_CHAIN, (1, "home"), Kind.ROWS),
+}
+
+
+@pytest.mark.parametrize(("where", "garbage"), in_turn(ENDS, GARBAGE))
 def test_garbage_from_a_helper_is_found_and_nothing_of_it_kept(
-    llama: Any, split: Split, end: tuple[int, str], kind: Kind, garbage: Tamper
+    llama: Any, where: tuple[Split, tuple[int, str], Kind], garbage: Tamper
 ) -> None:
     """Even where rows need only be alike."""
+    split, end, kind = where
     run = SharedRun(llama, split, exact=False, tampers={end: only(kind, garbage, 0)})
     error = gives_up(run)
     assert isinstance(error, PeerWrong)

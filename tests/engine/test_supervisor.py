@@ -190,11 +190,21 @@ async def test_a_gpu_has_the_time_that_its_kernels_take_to_compile(
 
 @pytest.mark.one_loop
 async def test_a_worker_that_waits_for_other_machines_is_alive(
-    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+    pool: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    behave("waits for others, then answers")
-    monkeypatch.setattr(limits, "ENGINE_STALL_S", 20.0)
-    assert isinstance((await drain(watched))[-1], Finished)
+    """By a beat that is given here: it has made no step, and can only wait."""
+    behave("accepts one")
+    events = pool.stream(FOLDER, ask("<hello>", "r"))
+    async for event in events:
+        if isinstance(event, Accepted):
+            break
+    engine = pool.engine(FOLDER)
+    assert engine is not None
+    monkeypatch.setattr(limits, "ENGINE_STALL_S", -1.0)
+    engine._on_heartbeat(Heartbeat(0, prefilling=1, blocked=True), asyncio.get_running_loop().time() + 3600.0)
+    await engine.check()
+    assert engine.error is None
+    await events.aclose()
 
 
 @pytest.mark.one_loop
@@ -464,61 +474,64 @@ async def test_a_worker_that_cannot_be_started(
     await drain(watched, "three")
 
 
+# At which turn of the loop it is done; the quick run has every second one on each of the two loops.
+@pytest.mark.parametrize("turns", range(6))
 async def test_a_request_cancelled_while_the_worker_starts_does_not_block_the_next(
-    watched: EnginePool, behave: Misbehave
+    watched: EnginePool, behave: Misbehave, turns: int
 ) -> None:
     behave("answers")
-    for turns in range(6):
-        request = asyncio.create_task(drain(watched, f"gone{turns}"))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        request.cancel()
-        await asyncio.wait([request])
-        await drain(watched, f"next{turns}")
-        await watched.unload("fake")
+    request = asyncio.create_task(drain(watched, "gone"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    request.cancel()
+    await asyncio.wait([request])
+    await drain(watched, "next")
 
 
-async def test_unloading_while_the_worker_starts_leaves_none(watched: EnginePool, behave: Misbehave) -> None:
+@pytest.mark.parametrize("turns", range(1, 7))
+async def test_unloading_while_the_worker_starts_leaves_none(
+    watched: EnginePool, behave: Misbehave, turns: int
+) -> None:
     behave("answers")
-    for turns in range(6):
-        request = asyncio.create_task(drain(watched, f"r{turns}"))
-        for _ in range(turns + 1):
-            await asyncio.sleep(0)
-        await watched.unload("fake")
-        (outcome,) = await asyncio.gather(request, return_exceptions=True)
-        # Unloaded before it began, or in the middle.
-        assert isinstance(outcome, list | EngineDied)
-        await watched.close()
-        assert watched.status() == []
+    request = asyncio.create_task(drain(watched))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await watched.unload("fake")
+    (outcome,) = await asyncio.gather(request, return_exceptions=True)
+    # Unloaded before it began, or in the middle.
+    assert isinstance(outcome, list | EngineDied)
+    await watched.close()
+    assert watched.status() == []
 
 
+@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize("behaviour", ["answers", "deaf to shutdown"])
 async def test_an_unload_that_is_cancelled_ends_the_worker_all_the_same(
-    watched: EnginePool, behave: Misbehave
+    watched: EnginePool, behave: Misbehave, behaviour: str, turns: int
 ) -> None:
     """As a request is that unwinds because of one loss while another one cancels it."""
-    for behaviour in ("answers", "deaf to shutdown"):
-        behave(behaviour)
-        for turns in range(6):
-            await watched.load(FOLDER)
-            process = watched.table.models["fake"].first._process
-            unloading = asyncio.create_task(watched.unload("fake"))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            unloading.cancel()
-            await asyncio.wait([unloading])
-            if turns == 0:  # it had not begun
-                await watched.unload("fake")
-            assert watched.status() == []
-            assert process is not None
-            async with asyncio.timeout(30):
-                await process.wait()
+    behave(behaviour)
+    await drain(watched)
+    process = watched.table.models["fake"].first._process
+    unloading = asyncio.create_task(watched.unload("fake"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    unloading.cancel()
+    await asyncio.wait([unloading])
+    if turns == 0:  # it had not begun
+        await watched.unload("fake")
+    assert watched.status() == []
+    assert process is not None
+    async with asyncio.timeout(30):
+        await process.wait()
     await watched.close()
     assert watched.held_bytes == 0
     assert watched.table._ending == []
 
 
+@pytest.mark.parametrize("turns", range(24))
 async def test_a_rank_whose_request_ends_twice_leaves_no_worker(
-    watched: EnginePool, behave: Misbehave
+    watched: EnginePool, behave: Misbehave, turns: int
 ) -> None:
     """At whichever moment of its life: its load fails, as its machine is lost, and then it is cancelled."""
     behave("answers")
@@ -528,19 +541,18 @@ async def test_a_rank_whose_request_ends_twice_leaves_no_worker(
         async with watched.lent.ranked(FOLDER, place):
             await asyncio.Event().wait()
 
-    for turns in range(24):
-        serving = asyncio.create_task(served())
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        # The first one unwinds it; the second one comes in the middle of that.
-        serving.cancel()
-        for _ in range(turns % 4):
-            await asyncio.sleep(0)
-        serving.cancel()
-        await asyncio.wait([serving])
-        await watched.close()
-        assert watched.status() == []
-        # Until processes, descriptors and tasks are those of before: see ``watched``.
+    serving = asyncio.create_task(served())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    # The first one unwinds it; the second one comes in the middle of that.
+    serving.cancel()
+    for _ in range(turns // 2 % 4):
+        await asyncio.sleep(0)
+    serving.cancel()
+    await asyncio.wait([serving])
+    await watched.close()
+    assert watched.status() == []
+    # Until processes, descriptors and tasks are those of before: see ``watched``.
 
 
 @pytest.mark.one_loop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -115,12 +116,19 @@ def test_rows_of_other_tokens_are_refused_before_anything_is_computed() -> None:
 # ---- What is kept ----------------------------------------------------------------------------------------
 
 
-def caches(home: str = "home", seed: int = 0) -> WarmCaches:
-    """One small prompt's."""
+@cache
+def left_of_one() -> WarmCaches:
+    """What a helper can keep of one small prompt."""
     first, _ = TURNS["layers"]
     run = SharedRun(tiny("llama"), first)
     run.finish()
     (left,) = run.left
+    return left
+
+
+def caches(home: str = "home", seed: int = 0) -> WarmCaches:
+    """The same under other names."""
+    left = left_of_one()
     return WarmCaches(home, 0, replace(left.rows, prefix=bytes([seed] * 8)), left.caches)
 
 

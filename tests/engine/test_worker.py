@@ -338,18 +338,23 @@ async def test_reader_that_stops_reading_costs_only_its_own_answer(
     pool: EnginePool, chain: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "EVENTS_QUEUED", 16)  # more than a quick answer has
-    slow = pool.stream(chain, ask("<count>", "slow", max_tokens=2000))
-    async for event in slow:
-        if isinstance(event, Delta):
-            break
+    await pool.load(chain)
+    go_on = asyncio.Event()
+
+    async def slowly() -> None:
+        # On a busy machine its queue may be full before it has read anything.
+        async for _ in pool.stream(chain, ask("<count>", "slow", max_tokens=2000)):
+            await go_on.wait()
+
+    reading = asyncio.create_task(slowly())
     quick = await run(pool, chain, ask("<hello>", "quick"))
     assert quick.text == "Hello there, world!"
     async with asyncio.timeout(60):
         while "slow" in pool.table.models["chain"].first._streams:  # noqa: ASYNC110  (its queue fills)
             await asyncio.sleep(0.01)
+    go_on.set()
     with pytest.raises(FleetError, match="too slowly"):
-        async for _ in slow:
-            pass
+        await reading
 
 
 def _variant(chain_path: Path, tmp_path: Path, template: str) -> ModelFolder:

@@ -101,13 +101,6 @@ def main(behaviour: str, fd: int) -> None:
             while True:
                 send(Heartbeat(3, decoding=1))
                 time.sleep(0.02)
-        case "waits for others, then answers":
-            send(Accepted(name, 1))
-            for _ in range(50):
-                send(Heartbeat(3, prefilling=1, blocked=True))
-                time.sleep(0.02)
-            send(Finished(name, "stop"))
-            hang()
         case "waits for others, then hangs":
             send(Accepted(name, 1), *[Heartbeat(3, prefilling=1, blocked=True)] * 3)
             hang()

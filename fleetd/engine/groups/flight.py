@@ -21,8 +21,8 @@ from fleetd.engine.failures import MemberLost
 from fleetd.engine.groups.remote_stage import RemoteStage, StagePass
 from fleetd.errors import GroupLost, MembersApart
 
-# A member that is gone leaves its streams to others broken, too: so long its own stream may take to show it.
-_BLAME_S = limits.GROUP_BEAT_S / 2
+# What a member sent before it went may come so much later than word of its streams to others, which broke.
+_LATER_S = limits.GROUP_BEAT_S / 2
 
 
 @dataclass(slots=True, eq=False)
@@ -94,16 +94,18 @@ class GroupStages:
 
     def _check_hops(self, now_s: float) -> None:
         """Raises MemberLost if the stream between two members broke: for the one before it if nothing is
-        heard of that one, else for the one behind it."""
+        heard of that one any more, for the one behind it if something is.
+
+        A member that is gone leaves its streams to others broken, too, and its own may show that later.
+        """
         for before, behind in pairwise(self.stages):
             told = [*_told(before, to_next=True), *_told(behind, to_next=False)]
-            if not told or now_s - min(told) < _BLAME_S:
+            if not told:
                 continue
             silent_s = before.silent_s(now_s)
             if silent_s > limits.GROUP_SILENT_S:
                 raise MemberLost(GroupLost(f"{before.name} was silent for {silent_s:.1f} s."))
-            # Whoever was heard within two beats is there.
-            if silent_s < 2 * limits.GROUP_BEAT_S:
+            if now_s - silent_s > min(told) + _LATER_S:
                 raise MemberLost(
                     MembersApart(
                         f"{behind.name} is not reached any more by {before.name}, which sends to it."
