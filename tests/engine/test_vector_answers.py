@@ -16,7 +16,8 @@ from asking import ask, run
 from vector_asking import vector_events
 
 from fleetd import limits
-from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.worker_maker import WorkerMaker
 from fleetd.engine.protocol import (
     Accepted,
     EmbedTexts,
@@ -25,6 +26,7 @@ from fleetd.engine.protocol import (
     TextsEmbedded,
     TextsReranked,
 )
+from fleetd.engine.settings import WorkerOptions
 from fleetd.errors import (
     BadRequest,
     ContextLengthExceeded,
@@ -39,7 +41,7 @@ pytestmark = [pytest.mark.one_loop, pytest.mark.asyncio(loop_scope="module")]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool() -> AsyncIterator[EnginePool]:
-    made = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30))
+    made = EnginePool(WorkerMaker(WorkerOptions(device="cpu", max_memory_bytes=2 << 30)))
     yield made
     await made.close()
 

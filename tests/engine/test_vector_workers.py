@@ -12,7 +12,7 @@ import pytest
 import vector_models
 from vector_asking import vector_events, vectors_folder
 
-from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.daemon_side.worker_maker import WorkerMaker
 from fleetd.engine.protocol import (
@@ -25,6 +25,7 @@ from fleetd.engine.protocol import (
     TextPrompt,
     Tokenized,
 )
+from fleetd.engine.settings import WorkerOptions
 from fleetd.errors import ModelCorrupt, ModelUnsupported, OutOfMemory
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import WORKING_BYTES
