@@ -36,5 +36,5 @@ def how_to_start(models: ModelListing, agent: str, context_tokens: int) -> str:
     start = f"fleetctl launch -m {one_line(name)} {agent}"
     installed = {entry.name for entry in models.catalog if entry.installed}
     if name in installed | {model.name for model in models.installed}:
-        return f"{name} can: `{start}`"
+        return f"{name} can: `{start}`."
     return f"{name} can, and fits here: `fleetctl models pull {one_line(name)}`, then `{start}`."

@@ -149,7 +149,7 @@ class PlanService:
         if not own.shape.hidden_bytes:
             raise ModelUnsupported(
                 f"A load finds out how a model can be divided; this daemon has not loaded {model.name} yet.",
-                hint=f"fleetctl models load {model.name}",
+                hint=f"Load it once: `fleetctl models load {model.name}`.",
                 param="model",
             )
         if own.shape.unshareable:
