@@ -267,6 +267,10 @@ def test_an_agent_that_is_not_installed_is_missed_after_a_model_that_cannot(
             "qwen3-8b can: `fleetctl launch -m qwen3-8b codex`.",
         ),
         ({}, "`fleetctl models pull qwen3.5-4b`, then `fleetctl launch -m qwen3.5-4b codex`"),
+        (
+            {"recommended": ["coding"], "fit": {"where": "freed", "short_bytes": 3_500_000_000}},
+            "qwen3-8b can, and fits here once 3.5 GB more of memory are free: `fleetctl models pull ",
+        ),
         ({"context_tokens": 300_000}, "No model of the catalog fits this machine"),
     ],
 )
