@@ -7,6 +7,7 @@ from typing import Any
 
 from fleetctl.connection.client import Client
 from fleetctl.exits import NoDaemon
+from fleetctl.render.fleet_words import daemon_word
 from fleetctl.render.text import duration, listed, one_line, size
 from fleetd import limits
 from fleetd.errors import FleetError
@@ -38,9 +39,8 @@ def front_page(client: Client) -> tuple[dict[str, Any], str]:
 
 
 def _state(status: dict[str, Any]) -> list[str]:
-    ready = "stopping" if status.get("draining") else "ready" if status.get("ready") else "starting"
     version, up = one_line(str(status.get("version", "?"))), duration(status.get("uptime_s", 0))
-    lines = [f"fleetd {version} is {ready}, up {up}"]
+    lines = [f"fleetd {version} is {daemon_word(status)}, up {up}"]
     engines = status.get("engines") or ()
     loaded, loading = (_names(engines, state) for state in ("ready", "loading"))
     default = one_line(str(status.get("default_model") or "the default model"))

@@ -16,8 +16,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "rerank": "Show which files answer a question best",
     },
     "Models": {
-        "models": "List, get, load, pin and remove models",
-        "cache": "Show or throw away kept work on prompts",
+        "models": "List, pull, load, pin and remove models",
+        "cache": "Show or throw away kept prompts",
     },
     "Machines": {
         "pair": "Let another machine into this fleet",

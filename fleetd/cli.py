@@ -93,7 +93,7 @@ _KEYS = {
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="fleetd")
 def cli() -> None:
-    """One answer from all your unified-memory machines: the daemon.
+    """The daemon of this machine: it serves models to programs here and to paired machines.
 
     \b
     Exit codes: 0 stopped as asked, 1 other failure, 2 wrong setting, 3 already running,

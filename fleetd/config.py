@@ -431,6 +431,16 @@ class Config(msgspec.Struct, frozen=True):
         return getattr(getattr(self, section), name)
 
 
+# What people call the types of values; others are choices.
+_WORDS = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "string",
+    list[str]: "list of strings",
+}
+
+
 class SettingKey(msgspec.Struct, frozen=True):
     """One row of the table."""
 
@@ -444,14 +454,16 @@ class SettingKey(msgspec.Struct, frozen=True):
         return "FLEETD_" + self.name.replace(".", "_").upper()
 
     @property
+    def bare_type(self) -> Any:
+        """The type without its bounds."""
+        return get_args(self.type)[0]
+
+    @property
     def kind(self) -> str:
         """The type in a word or two, for people."""
-        bare = get_args(self.type)[0]
-        if choices := (get_args(bare) if getattr(bare, "__origin__", None) is Literal else ()):
-            return "|".join(map(str, choices))
-        if bare == list[str]:
-            return "list of strings"
-        return "bytes" if self.name.endswith("_bytes") else str(bare.__name__)
+        if self.name.endswith("_bytes"):
+            return "bytes"
+        return _WORDS.get(self.bare_type) or "|".join(map(str, get_args(self.bare_type)))
 
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
@@ -589,11 +601,11 @@ def read_text(file: Path, *, required: bool = False) -> str:
     except FileNotFoundError:
         if required:
             raise ConfigError(
-                f"The configuration file {file} does not exist.", hint="Check the path given with --config."
+                f"The settings file {file} does not exist.", hint="Check the path given with --config."
             ) from None
         return ""
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The configuration file {file} cannot be read: {error}.") from error
+        raise ConfigError(f"The settings file {file} cannot be read: {error}.") from error
 
 
 def _from_text(text: str, file: Path) -> list[tuple[str, Any, str]]:
@@ -601,11 +613,11 @@ def _from_text(text: str, file: Path) -> list[tuple[str, Any, str]]:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
-            f"The configuration file {file} is not valid TOML: {error}.", hint="Correct that line."
+            f"The settings file {file} is not valid TOML: {error}.", hint="Correct that line."
         ) from error
     except RecursionError:  # nesting has no bound in TOML, and none here would be a setting
         raise ConfigError(
-            f"The configuration file {file} is not valid TOML for settings: it is nested too deeply.",
+            f"The settings file {file} is not valid TOML for settings: it is nested too deeply.",
             hint="Settings are one section deep.",
         ) from None
     found = []
@@ -660,9 +672,9 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
 
 def _convert(key: SettingKey, value: Any, where: str, *, strict: bool) -> Any:
     if not strict and isinstance(value, str):
-        if key.kind == "list of strings":
+        if key.bare_type == list[str]:
             value = [part.strip() for part in value.split(",") if part.strip()]
-        elif key.kind == "bool":
+        elif key.bare_type is bool:
             value = {"1": True, "true": True, "yes": True, "on": True}.get(value.lower(), value)
             value = {"0": False, "false": False, "no": False, "off": False}.get(str(value).lower(), value)
     if key.kind == "bytes" and isinstance(value, str):
@@ -673,7 +685,7 @@ def _convert(key: SettingKey, value: Any, where: str, *, strict: bool) -> Any:
         raise ConfigError(
             f"`{key.name}` from {where} has a value that cannot be used ({value!r}): "
             f"{str(error)[:1].lower()}{str(error)[1:]}.",
-            hint=f"It takes {key.kind}; the default is {key.default!r}. {key.why}",
+            hint=f"Type: {key.kind}; default: {key.default!r}. {key.why}",
             param=key.name,
         ) from None
 

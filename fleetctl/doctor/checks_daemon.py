@@ -118,7 +118,9 @@ def models(client: Client) -> list[Finding]:
         )
         for each in listing.unlisted
     ]
-    return found or [ok("models", f"All {len(listing.installed)} can be asked for.")]
+    installed = len(listing.installed)
+    said = f"{installed} installed, each can be asked for" if installed else "none is installed yet"
+    return found or [ok("models", said)]
 
 
 def default_model(client: Client, status: DaemonStatus) -> Finding:

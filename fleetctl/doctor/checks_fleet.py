@@ -13,7 +13,7 @@ from fleetctl.connection.replies import fetch_fleet, read
 from fleetctl.doctor import checks_network
 from fleetctl.doctor.checks_network import BY_ADDRESS
 from fleetctl.doctor.findings import Finding, fail, ok, warn
-from fleetctl.render.fleet_words import OFF, crowd_of, label_of, newcomer
+from fleetctl.render.fleet_words import OFF, crowd_of, label_of, newcomer, state_word
 from fleetctl.render.text import clause, listed, one_line
 from fleetd.control.fleet_view import FleetView, PathView, PeerView
 from fleetd.control.network_diagnosis import InterfaceView, NetworkDiagnosis
@@ -92,13 +92,13 @@ def newcomers(fleet: FleetView) -> list[Finding]:
 
 def _unusable(peer: PeerView) -> Finding:
     name = f"peer {one_line(peer.name)}"
-    reason = one_line(peer.reason) or f"It is {one_line(peer.state)}."
+    reason = one_line(peer.reason) or f"It is {one_line(state_word(peer.state))}."
     if peer.state == "incompatible":
         fix = "Install the same version of fleetd on both machines."
     elif peer.state == "unreachable":
         fix = "See that it is switched on, on the same network, and that fleetd runs there."
     elif peer.state == "refused":
-        fix = f"`fleetctl unpair {one_line(peer.name)}` here and pair it again."
+        fix = f"`fleetctl unpair {one_line(peer.short_id)}` here, then pair it again."
     else:
         fix = "Wait a moment; its `fleetctl doctor` tells more if this lasts."
     # A machine that is switched off is no fault of this one; a refusal is.
@@ -207,7 +207,7 @@ def plain_links(fleet: FleetView) -> list[Finding]:
     found = []
     if fleet.missing_links:
         what = f"fleet.plain_links names {one_line(listed(fleet.missing_links))}, which is no interface here."
-        fix = "Correct it in fleetd.toml, or plug the cable in.."
+        fix = "Correct it in fleetd.toml, or plug the cable in."
         found.append(warn("plain links", what, fix))
     if to:
         what = (

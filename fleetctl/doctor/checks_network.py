@@ -63,7 +63,7 @@ def multicast(interfaces: Sequence[InterfaceView] | None) -> list[Finding]:
 
 def mtu(sentences: Sequence[str] | None) -> list[Finding]:
     """Warn of unusual packet sizes: packets too large for one hop are lost, in bulk transfers first."""
-    fix = "Where in doubt, set 1500 on all of them."
+    fix = "If in doubt, set 1500 on all of them."
     return [warn("mtu", one_line(sentence), fix) for sentence in sentences or () if one_line(sentence)]
 
 

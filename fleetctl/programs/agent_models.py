@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetctl.render.text import one_line
+from fleetctl.render.text import one_line, size
 from fleetd.control.model_listing import ModelListing
 
 
@@ -36,5 +36,7 @@ def how_to_start(models: ModelListing, agent: str, context_tokens: int) -> str:
     start = f"fleetctl launch -m {one_line(name)} {agent}"
     installed = {entry.name for entry in models.catalog if entry.installed}
     if name in installed | {model.name for model in models.installed}:
-        return f"{name} can: `{start}`"
-    return f"{name} can, and fits here: `fleetctl models pull {one_line(name)}`, then `{start}`."
+        return f"{name} can: `{start}`."
+    freed = next((entry.fit.short_bytes for entry in models.catalog if entry.name == name), 0)
+    here = f"fits here once {size(freed)} more of memory are free" if freed else "fits here"
+    return f"{name} can, and {here}: `fleetctl models pull {one_line(name)}`, then `{start}`."

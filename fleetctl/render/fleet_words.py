@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from fleetctl.render.text import one_line
 
@@ -16,11 +17,25 @@ _NAMES = 5
 # Any other text is the reason why mDNS does not run.
 MDNS_STATES = ("running", "starting", "stopped", "off")
 OFF = "off (fleet.enabled in fleetd.toml)"
+# The states of a paired machine that people call otherwise; the page's `units.js` has the same words.
+_STATES = {"quiet": "silent", "draining": "stopping", "incompatible": "other version"}
 
 
 def label(name: str, short_id: str) -> str:
     """Name and short id: two machines may have the same name."""
     return f"{one_line(name)} ({one_line(short_id)})"
+
+
+def state_word(state: str) -> str:
+    """What people call the state of a paired machine."""
+    return _STATES.get(state, state)
+
+
+def daemon_word(status: Mapping[str, Any]) -> str:
+    """The state of this machine's daemon, by its answer to `/fleet/v1/status`."""
+    if status.get("draining"):
+        return "stopping"
+    return "ready" if status.get("ready") else "starting"
 
 
 def label_of(machine: FleetView | PeerView | Neighbour | Meeting | Paired) -> str:

@@ -26,7 +26,7 @@ _GROUPS = {
 _HEADS = {"head": "own head", "sidecar": "head beside it"}
 _WORDS = {"chat": "chat", "coding": "coding", "draft": "drafts"}
 # A remark that is cut shorter than this tells nothing.
-_REMARK_CHARS = 16
+_REMARK_CHARS = 24
 
 
 def models_page(models: ModelListing, width: int | None, *, everything: bool = False, on: str = "") -> str:

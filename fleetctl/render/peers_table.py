@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 from fleetctl.render.columns import Column, drawn, fitted, shortened, total
-from fleetctl.render.fleet_words import OFF, crowd_of, label_of, newcomer, removal, summary
+from fleetctl.render.fleet_words import OFF, crowd_of, label_of, newcomer, removal, state_word, summary
 from fleetctl.render.text import layers, one_line, size, wrapped
 from fleetd.control.fleet_view import FleetView, PeerModel, PeerView
 
@@ -76,7 +76,7 @@ def _rows(peers: Sequence[PeerView], width: int | None) -> list[str]:
     at = header.index("STATE")
     lines = [header]
     for peer, row in zip(peers, rows, strict=True):
-        end = at + len(peer.state)
+        end = at + len(one_line(state_word(peer.state)))
         lines.append(row[:at] + click.style(row[at:end], fg=_COLOURS.get(peer.state, "red")) + row[end:])
         if not beside and peer.models:
             lines.append("  " + _models(peer.models, (width or 0) - 2))
@@ -101,7 +101,7 @@ def _columns(peers: Sequence[PeerView], *, cut: bool) -> list[Column]:
     ambiguous = len(set(names)) < len(names)
     return [
         Column("NAME", [shortened(name, _NAME_CHARS) if cut else name for name in names], 9),
-        Column("STATE", [one_line(peer.state) for peer in peers], 9),
+        Column("STATE", [one_line(state_word(peer.state)) for peer in peers], 9),
         Column("ID", [one_line(peer.short_id) for peer in peers], 8 if ambiguous else 2),
         Column("TIER", [one_line(peer.tier) or "-" for peer in peers], 3),
         Column("FREE/MEMORY", [_memory(peer) for peer in peers], 6, right=True),

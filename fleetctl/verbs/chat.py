@@ -31,12 +31,17 @@ _STDIN_PATIENCE_S = 2.0
     shell_complete=completion.models,
 )
 @click.option("-s", "--system", default="", metavar="TEXT", help="The system message.")
-@click.option("--temperature", type=click.FloatRange(0, 2), help="0 always takes the likeliest token.")
 @click.option(
-    "--top-p", type=click.FloatRange(0, 1, min_open=True), help="Keep the likeliest tokens up to this mass."
+    "--temperature", type=click.FloatRange(0, 2), metavar="NUMBER", help="0 always takes the likeliest token."
 )
-@click.option("--max-tokens", type=click.IntRange(min=1), help="The longest answer, in tokens.")
-@click.option("--seed", type=int, help="The same seed gives the same answer.")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="SHARE",
+    help="Choose among the likeliest tokens that have this share of the probability.",
+)
+@click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="The longest answer, in tokens.")
+@click.option("--seed", type=int, metavar="N", help="The same seed gives the same answer.")
 @click.option(
     "--stop", multiple=True, metavar="TEXT", help="End the answer before this text; may be repeated."
 )

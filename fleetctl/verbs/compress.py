@@ -24,7 +24,8 @@ from fleetd.control.compression_reply import Compression
     "-r",
     "--ratio",
     type=click.FloatRange(0, 1, min_open=True),
-    help="Share of the tokens to keep (default: as many as the scores call for).",
+    metavar="SHARE",
+    help="Keep this share of the tokens (default: as many as the scores call for).",
 )
 @click.option(
     "-m",

@@ -43,10 +43,10 @@ _PROBE: Mapping[str, Any] = {
 def command(session: CliSession, model: str, agent: str, arguments: tuple[str, ...]) -> None:
     """Start a coding agent with this machine's models.
 
-    It checks that the model knows tools and has context enough, names one that has if not, and loads it. If
-    the model of models.small has too little, the large one takes its place. The agent's settings are in its
-    environment and arguments; its files stay as they are. --json before the agent's name shows them and
-    starts nothing.
+    It checks that the model knows tools and has enough context, and loads it. If the model cannot do it, it
+    names one that can. If the model of models.small cannot, the large one takes its place. The agent's
+    settings are in its environment and arguments; its files stay as they are. --json before the agent's name
+    shows them and starts nothing.
     """
     found, client = AGENTS[agent], session.client()
     settings, base_url = client_settings.fetch(client)
@@ -109,7 +109,8 @@ def _small(client: Client, small: str, large: str, agent: Agent) -> str:
     known = client.get(f"/v1/models/{small}")
     context = int(known.get("context_length") or 0)
     if 0 < context < agent.context_tokens:
-        reason = f"has a context of {context} tokens, and {agent.program} needs {agent.context_tokens}"
+        needed = count(agent.context_tokens)
+        reason = f"has a context of {count(context)} tokens, and {agent.program} needs {needed}"
     elif (details := known.get("fleet", {})).get("installed") and not details.get("tools"):
         reason = f"has no chat template, and {agent.program} works with tools"
     else:

@@ -163,7 +163,9 @@ def _recommended(models: ModelListing, *, yes: bool, asks: bool, on: str) -> str
     missing = [entry for entry in models.catalog if entry.recommended and not entry.installed]
     if not line:
         machine = one_line(on) if on else "this machine"
-        raise ClientError(f"No model of the catalog fits {machine}.", hint="`fleetctl models --all`")
+        raise ClientError(
+            f"No model of the catalog fits {machine}.", hint="`fleetctl models --all` shows what they need."
+        )
     if not missing:
         raise ClientError(f"{line} They are there already.", hint="`fleetctl models` lists others.")
     best = missing[0]
@@ -225,7 +227,12 @@ def _warn(
 
 @command.command("add", short_help="Make a folder or GGUF file here a model")
 @click.argument("path")
-@click.option("--name", default="", help="What to call it; by default what the folder or file is called.")
+@click.option(
+    "--name",
+    default="",
+    metavar="NAME",
+    help="What to call it; by default what the folder or file is called.",
+)
 @json_option
 @pass_session
 def add(session: CliSession, path: str, name: str) -> int:
@@ -358,7 +365,7 @@ def unpin(session: CliSession, name: str, on: str) -> None:
     """Let a model be unloaded as any other."""
     done = _post(session, "unpin", name, on)
     session.emit(
-        done, f"{_there(on, name)} is not pinned any more. It is unloaded once it was idle for long."
+        done, f"{_there(on, name)} is not pinned any more. It is unloaded once it has been idle for long."
     )
 
 

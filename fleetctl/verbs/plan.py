@@ -34,7 +34,7 @@ _TOKENS = 1000
     help="One of `fleetctl models`, if not the default.",
     shell_complete=completion.models,
 )
-@click.option("--tokens", type=click.IntRange(1, 2**31 - 1), help="A prompt of so many tokens.")
+@click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="A prompt of so many tokens.")
 @click.option(
     "--on",
     metavar="A,B,…",
@@ -43,14 +43,16 @@ _TOKENS = 1000
 )
 @click.option(
     "--cached",
-    type=click.IntRange(0, 2**31 - 1),
+    type=click.IntRange(min=0),
+    metavar="N",
     default=0,
-    help="Of these, tokens that are known here.",
+    help="So many of these tokens are known here already.",
 )
 @click.option("--smart", is_flag=True, help="As if smart prefill were asked for.")
 @click.option(
     "--ratio",
     type=click.FloatRange(0, 1, min_open=True),
+    metavar="SHARE",
     help="The same, keeping this share of the tokens.",
 )
 @click.option(

@@ -68,7 +68,7 @@ def install(
     if only_print:
         session.emit({"file": str(manager.file), "text": text}, text.rstrip("\n"))
         return
-    _need_root(scope)
+    _need_root(scope, "install")
     if scope == "system" and sys.platform != "darwin":
         check_reachable(values.fleetd)
     check_lasting(values, anyway=anyway)
@@ -86,7 +86,7 @@ def uninstall(session: CliSession, scope: Scope | None) -> None:
     scope = scope or _default_scope()
     manager = manager_for(scope)
     if manager.file.exists():
-        _need_root(scope)
+        _need_root(scope, "uninstall")
     did = manager.uninstall()
     if not did:
         raise ClientError(f"There is no {scope} service to remove.")
@@ -241,11 +241,12 @@ def _template(scope: Scope) -> str:
     return units.SYSTEM_UNIT if scope == "system" else units.USER_UNIT
 
 
-def _need_root(scope: Scope) -> None:
+def _need_root(scope: Scope, verb: str) -> None:
+    """Raises ClientError, with the line to type instead, if ``scope`` needs root and this is not root."""
     if scope == "system" and os.geteuid() != 0:
         raise ClientError(
             "The system service needs root.",
-            hint=f"sudo {os.path.abspath(sys.argv[0])} service install --system, or use --user.",
+            hint=f"`sudo {os.path.abspath(sys.argv[0])} service {verb} --system`, or use --user.",
         )
 
 

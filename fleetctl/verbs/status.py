@@ -11,7 +11,16 @@ import click
 
 from fleetctl.cli import CliSession, json_option, pass_session
 from fleetctl.render.columns import Column, drawn, fitted, terminal_width
-from fleetctl.render.fleet_words import OFF, crowd_of, label, newcomer, removal, summary
+from fleetctl.render.fleet_words import (
+    OFF,
+    crowd_of,
+    daemon_word,
+    label,
+    newcomer,
+    removal,
+    state_word,
+    summary,
+)
 from fleetctl.render.text import (
     clause,
     count,
@@ -125,7 +134,7 @@ def _error(engine: dict[str, Any]) -> str:
 
 def _doubt(engine: dict[str, Any]) -> str:
     doubt = (engine.get("speed") or {}).get("doubt")
-    return f"speeds uncertain ({one_line(doubt)}); will be measured again" if doubt else ""
+    return f"speeds in doubt ({one_line(doubt)}); they will be measured again" if doubt else ""
 
 
 def _drafts(engine: dict[str, Any]) -> str:
@@ -187,7 +196,7 @@ def _carried(engine: dict[str, Any]) -> str:
 
 
 def _headline(status: dict[str, Any]) -> str:
-    state = "draining" if status.get("draining") else "ready" if status.get("ready") else "not ready"
+    state = daemon_word(status)
     version = one_line(str(status.get("version", "?")))
     up = duration(status.get("uptime_s", 0))
     return f"fleetd {version} · {state} · up {up} · pid {status.get('pid', '?')}"
@@ -272,7 +281,8 @@ def _fleet(status: dict[str, Any]) -> list[tuple[str, str]]:
             notes.append(f"{what} {fix}")
     for peer in away:
         reason = f": {one_line(str(peer['reason']))}" if peer.get("reason") else ""
-        notes.append(f"{_machine_label(peer)} {one_line(str(peer.get('state')))}{reason}")
+        state = one_line(state_word(str(peer.get("state"))))
+        notes.append(f"{_machine_label(peer)} {state}{reason}")
     return [("fleet", line), *(("", text) for text in notes)]
 
 

@@ -22,6 +22,7 @@ from fleetd.errors import InvalidValue, NotFound
 @click.option(
     "--last",
     type=click.IntRange(1, limits.TRACES),
+    metavar="N",
     default=20,
     show_default=True,
     help="How many requests to list.",

@@ -28,7 +28,9 @@ _HEADER = {
 
 
 @click.command("usage")
-@click.option("--days", type=click.IntRange(1, 3650), default=7, show_default=True, help="How far back.")
+@click.option(
+    "--days", type=click.IntRange(1, 3650), metavar="N", default=7, show_default=True, help="How far back."
+)
 @json_option
 @pass_session
 def command(session: CliSession, days: int) -> None:

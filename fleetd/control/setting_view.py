@@ -17,7 +17,7 @@ class SettingView(msgspec.Struct, frozen=True):
     default: Any = None
     # Where the value came from: "default", a file, a variable or a flag.
     origin: str = ""
-    # The type in a word or two: "bool", "bytes".
+    # The type in a word or two: "true or false", "bytes".
     type: str = ""
     # The variable that sets it.
     env: str = ""

@@ -86,10 +86,12 @@ class PlanService:
         Raises:
             ContextLengthExceeded: no way is left because the prompt is longer than the model's context.
             ModelNotFound, NoMachine: no machine can run the model; with each machine's reason.
-            InvalidValue, NoMachine, OutOfMemory: the machines that are named cannot hold it.
+            InvalidValue, ModelNotFound, NoMachine, OutOfMemory: the machines that are named cannot hold it.
         """
         model = await file_threads.look(self._locate, question.model)
         over = self._placer.over(question.placement) if question.placement else ()
+        if over and model.folder is None:
+            raise model.missing or ModelNotFound(f"{model.name} is not on this machine.")
         tokens = question.tokens or len(question.text or "") // CHARS_PER_TOKEN
         cached = min(question.cached, tokens)
         if (group := await self._group(model, over)) is not None:
@@ -149,7 +151,7 @@ class PlanService:
         if not own.shape.hidden_bytes:
             raise ModelUnsupported(
                 f"A load finds out how a model can be divided; this daemon has not loaded {model.name} yet.",
-                hint=f"fleetctl models load {model.name}",
+                hint=f"Load it once: `fleetctl models load {model.name}`.",
                 param="model",
             )
         if own.shape.unshareable:

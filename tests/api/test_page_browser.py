@@ -115,7 +115,7 @@ def test_a_request_tells_why_it_took_as_long(world: PageWorld) -> None:
         "layers 0 to 11",
         "layers 12 to 29",
         "1.0 MB",
-        "100 restored",
+        "100 not read again",
         "It is 75 % slower",
         "Alternatives",
         "read by 2 machines",

@@ -18,6 +18,7 @@ from fleetctl.connection.home import locate
 from fleetctl.connection.replies import read
 from fleetctl.doctor import checks_fleet
 from fleetctl.doctor.findings import Finding
+from fleetctl.render.fleet_words import state_word
 from fleetd.control.fleet_view import FleetView
 from fleetd.control.network_diagnosis import NetworkDiagnosis
 from fleetd.p2p.discovery import diagnosis
@@ -117,14 +118,15 @@ def test_a_machine_that_another_one_added_is_told_until_a_person_here_speaks_of_
 def test_a_machine_that_cannot_be_used_says_why(state: str, expected: str) -> None:
     plain = one("peer studio", studio(state=state))
     assert plain.level == expected
-    assert plain.what == f"It is {state}."
+    assert plain.what == f"It is {state_word(state)}."
     told = one("peer studio", studio(state=state, reason="It speaks 3, this one 1.", hint="Update it."))
     assert (told.what, told.fix) == ("It speaks 3, this one 1.", "Update it.")
 
 
 def test_version_skew_and_removal_say_what_to_do() -> None:
     assert "same version" in one("peer studio", studio(state="incompatible")).fix
-    assert "`fleetctl unpair studio`" in one("peer studio", studio(state="refused")).fix
+    refused = one("peer studio", studio(state="refused"))
+    assert "`fleetctl unpair k3f9a2b`" in refused.fix, "two machines may have one name"
 
 
 def test_a_neighbour_that_nobody_paired() -> None:
@@ -400,6 +402,7 @@ def test_a_link_that_is_declared_private_is_told_with_the_machines_at_its_end() 
 def test_a_declared_link_that_is_not_there_or_leads_nowhere_is_a_remark() -> None:
     gone = one("plain links", with_links(private=False, missing=("bridge0",)))
     assert (gone.level, "no interface here" in gone.what) == ("warn", True)
+    assert gone.fix.endswith("plug the cable in.")
     lonely = one("plain links", with_links(private=False))
     assert (lonely.level, "No paired machine has an address on bridge0" in lonely.what) == ("warn", True)
     assert not [each for each in found() if each.name == "plain links"]

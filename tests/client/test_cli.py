@@ -375,8 +375,8 @@ def engine(**changes: Any) -> Reply:
         ({"model": "\x1b[31mred"}, "\\x1b[31mred"),
         (
             {"speed": {"doubt": "CPU 60 % busy with other programs when measured"}},
-            "smollm2-135m: speeds uncertain (CPU 60 % busy with other programs when measured); "
-            "will be measured again",
+            "smollm2-135m: speeds in doubt (CPU 60 % busy with other programs when measured); "
+            "they will be measured again",
         ),
         (
             {"load_steps": [{"name": "reading", "seconds": 1.25}, {"name": "warming up", "seconds": 0.25}]},
@@ -410,6 +410,17 @@ def test_status_of_a_machine_with_a_gpu_of_its_own(run: Run, daemon: FakeDaemon)
     mac = {"product": "Mac15,14", "cpu": "Apple M3 Ultra", "gpu": "Apple M3 Ultra"}
     daemon.on("GET", "/fleet/v1/status", Reply({**STATUS, "machine": {**STATUS["machine"], **mac}}))
     assert run("status", home=daemon.home).stdout.count("Apple M3 Ultra") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"), [({"draining": True}, "stopping"), ({"ready": False}, "starting")]
+)
+def test_status_and_the_first_page_have_one_word_for_the_state(
+    run: Run, daemon: FakeDaemon, changes: dict[str, Any], word: str
+) -> None:
+    daemon.on("GET", "/fleet/v1/status", Reply({**STATUS, **changes}))
+    assert f" · {word} · " in run("status", home=daemon.home).stdout
+    assert f" is {word}, " in run(home=daemon.home).stdout
 
 
 def test_status_without_models_or_http(run: Run, daemon: FakeDaemon) -> None:

@@ -316,7 +316,13 @@ def test_models_that_cannot_be_asked_for_and_adapters_that_are_not_used(daemon: 
     listing: dict[str, Any] = {"installed": [{"name": "good"}]}
     client = Client(locate(daemon.home, None))
     daemon.on("GET", "/fleet/v1/models", Reply(listing))
-    assert [level(finding) for finding in checks_daemon.models(client)] == ["ok"]
+    assert [(level(each), each.what) for each in checks_daemon.models(client)] == [
+        ("ok", "1 installed, each can be asked for")
+    ]
+    daemon.on("GET", "/fleet/v1/models", Reply({"installed": []}))
+    assert [(level(each), each.what) for each in checks_daemon.models(client)] == [
+        ("ok", "none is installed yet")
+    ]
     listing["installed"] = [{"name": "tuned", "ignored": ["adapters.safetensors"]}]
     listing["unlisted"] = [{"path": "/models/my model\x1b", "reason": "'my model' is not the name of it."}]
     daemon.on("GET", "/fleet/v1/models", Reply(listing))

@@ -220,7 +220,7 @@ def test_a_context_that_is_known_once_the_model_is_loaded_counts(
     [
         (
             {"context_length": 8192},
-            "tiny (models.small) has a context of 8192 tokens, and claude needs 32768",
+            "tiny (models.small) has a context of 8,192 tokens, and claude needs 32,768",
         ),
         (
             {"context_length": 65536, "fleet": {"tools": "", "installed": True}},
@@ -262,8 +262,15 @@ def test_an_agent_that_is_not_installed_is_missed_after_a_model_that_cannot(
             {"recommended": ["coding"]},
             "`fleetctl models pull qwen3-8b`, then `fleetctl launch -m qwen3-8b codex`",
         ),
-        ({"recommended": ["coding"], "installed": True}, "qwen3-8b can: `fleetctl launch -m qwen3-8b codex`"),
+        (
+            {"recommended": ["coding"], "installed": True},
+            "qwen3-8b can: `fleetctl launch -m qwen3-8b codex`.",
+        ),
         ({}, "`fleetctl models pull qwen3.5-4b`, then `fleetctl launch -m qwen3.5-4b codex`"),
+        (
+            {"recommended": ["coding"], "fit": {"where": "freed", "short_bytes": 3_500_000_000}},
+            "qwen3-8b can, and fits here once 3.5 GB more of memory are free: `fleetctl models pull ",
+        ),
         ({"context_tokens": 300_000}, "No model of the catalog fits this machine"),
     ],
 )
@@ -277,4 +284,4 @@ def test_the_best_model_that_fits_is_named_with_the_line_to_type(changes: dict[s
 def test_an_installed_model_with_tools_and_context_comes_before_a_download_that_is_not_recommended() -> None:
     mine = {"name": "mine", "context_tokens": 65_536, "roles": ["chat"], "tools": "json_tools"}
     models = msgspec.convert({**LISTING, "installed": [mine]}, ModelListing)
-    assert how_to_start(models, "claude", 32_768) == "mine can: `fleetctl launch -m mine claude`"
+    assert how_to_start(models, "claude", 32_768) == "mine can: `fleetctl launch -m mine claude`."

@@ -7,7 +7,8 @@ import json
 import re
 import subprocess
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import click
 import pexpect
@@ -21,9 +22,10 @@ from interrupting import interrupt
 from fleetctl.connection.replies import read
 from fleetctl.exits import DaemonFailed, Exit
 from fleetctl.render import live_page
+from fleetctl.render.fleet_words import state_word
 from fleetctl.render.peers_table import render
 from fleetctl.verbs.peers import _essence
-from fleetd.control.fleet_view import FleetView, UnansweredAddress
+from fleetd.control.fleet_view import FleetView, PeerState, UnansweredAddress
 
 Start = Callable[..., "pexpect.spawn[str]"]
 
@@ -67,6 +69,25 @@ def test_everything_is_shown_where_there_is_room() -> None:
     ]  # fmt: skip
     assert lines[7] == "LOAD: running+waiting · * loaded"
     assert lines[9].startswith("Seen on this network, not paired: pro (z9y8x7w). Pair with `fleetctl pair`")
+
+
+@pytest.mark.parametrize(
+    ("state", "word"),
+    [("usable", "usable"), ("quiet", "silent"), ("draining", "stopping"), ("incompatible", "other version")],
+)
+def test_states_have_the_words_that_all_pages_use(state: str, word: str) -> None:
+    header, row = page(changed(peers=[peer(state=state)]), None).splitlines()[2:4]
+    assert row[header.index("STATE") :].startswith(f"{word}  ")
+
+
+def test_the_page_in_the_browser_has_the_same_words_for_states() -> None:
+    units = Path(__file__).parents[2] / "fleetd/api/page/static/units.js"
+    found = re.search(r"const STATES = \{(.*)\};", units.read_text(encoding="utf-8"))
+    assert found
+    words = dict(re.findall(r'(\w+): "([^"]+)"', found[1]))
+    assert {state: words.get(state, state) for state in get_args(PeerState)} == {
+        state: state_word(state) for state in get_args(PeerState)
+    }
 
 
 def test_speeds_and_links_measured_beside_other_work_are_marked() -> None:

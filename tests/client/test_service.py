@@ -14,6 +14,7 @@ import pytest
 from darwin import Launchctl
 from fake_daemon import Run
 
+from fleetctl.cli import CliSession, fleetctl
 from fleetctl.exits import ClientError, Exit
 from fleetctl.service.managers import (
     CommandResult,
@@ -285,6 +286,22 @@ def test_install_status_uninstall_as_a_user(
     assert (again.returncode, again.stdout) == (Exit.ERROR, "")
     assert "no user service" in again.stderr
     assert run("service", "status", "--user").returncode == Exit.OK
+
+
+@linux_only
+@pytest.mark.parametrize("verb", ["install", "uninstall"])
+def test_who_is_not_root_is_told_the_line_that_does_the_same(
+    verb: str, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = Systemd("system", root=short_dir, run=Script())
+    manager.install("the unit")
+    monkeypatch.setattr(service_module, "manager_for", lambda scope: manager)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for name in ("FLEETD_HOME", "STATE_DIRECTORY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ClientError, match="needs root") as refused:
+        fleetctl.main(["service", verb, "--system"], standalone_mode=False, obj=CliSession())
+    assert f"service {verb} --system`" in refused.value.hint
 
 
 @linux_only

@@ -22,6 +22,18 @@ def load(tmp_path: Path, toml: str = "", env: dict[str, str] | None = None, **fl
     return config.load(file, environ=env or {}, flags=given)
 
 
+def test_what_a_setting_takes_is_said_in_words() -> None:
+    assert {key.kind for key in config.KEYS.values() if "|" not in key.kind} == {
+        "true or false",
+        "whole number",
+        "number",
+        "string",
+        "list of strings",
+        "bytes",
+    }
+    assert config.KEYS["fleet.wire_bits"].kind == "8|16"
+
+
 def test_defaults_need_no_file(tmp_path: Path) -> None:
     loaded = config.load(tmp_path / "absent.toml", environ={})
     assert loaded == config.Config()

@@ -39,6 +39,28 @@ def test_the_first_figure_of_the_readme_is_the_demo_s_and_the_bench_s() -> None:
     assert -0.1 < alone_s / together_s - float(told[1]) < 0.25
 
 
+def test_the_figures_of_the_readme_are_in_the_benchmarks() -> None:
+    pages = (DOCS / "benchmarks.md").read_text(encoding="utf-8").split("\n## ")
+    row = re.compile(r"^\| (.+) \| (.+) \| `python -m bench (?:--runs 1 )?([\w-]+)` \|$", re.MULTILINE)
+    rows = row.findall(README)
+    assert len(rows) >= 5
+    for what, told, family in rows:
+        figures = re.findall(r"[\d.]+ ?[\u00d7%s]", told)
+        assert figures, what
+        measured = "".join(page for page in pages if re.search(rf"`python -m bench [^`]*\b{family}`", page))
+        assert [figure for figure in figures if f" {figure} " not in measured] == [], what
+
+
+def test_pages_that_compare_with_llama_cpp_have_the_figures_of_the_readme() -> None:
+    told = re.search(r"llama\.cpp .* \| ([\d.]+)\S its speed with 135M parameters, ([\d.]+)\S with", README)
+    assert told
+    least, most = told.groups()
+    for name in ("limits.md", "trouble.md"):
+        assert f"{least} to {most} of its speed" in (DOCS / name).read_text(encoding="utf-8"), name
+    compared = (DOCS / "compared.md").read_text(encoding="utf-8")
+    assert {least, most} <= set(re.findall(r"([\d.]+) times", compared))
+
+
 def test_both_pictures_are_of_one_run() -> None:
     drawn = re.search(r"after ([\d.]+) s on two machines, ([\d.]+) s on one", picture("gain"))
     assert drawn
@@ -90,6 +112,16 @@ def test_settings_to_copy_can_be_read_by_their_programs() -> None:
         "toml": tomllib.loads,
     }
     assert all(readers[kind](block) for kind, block in blocks)
+
+
+def test_settings_to_copy_name_models_of_the_catalog() -> None:
+    block = re.compile(r"^```toml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    texts = [text for page in DOCS.glob("*.md") for text in block.findall(page.read_text(encoding="utf-8"))]
+    models = [found["models"] for found in map(tomllib.loads, texts) if "models" in found]
+    named = [each[key] for each in models for key in ("default", "large", "small") if key in each]
+    named += [pair.partition("=")[0] for each in models for pair in each.get("kv_bits", [])]
+    assert len(named) >= 4
+    assert [name for name in named if name not in {entry.name for entry in catalog.entries()}] == []
 
 
 def anchors(page: Path) -> set[str]:

@@ -67,7 +67,7 @@ def test_an_unknown_machine_is_refused_with_its_neighbours() -> None:
 def test_a_model_that_was_never_loaded_or_is_not_here_is_refused() -> None:
     with pytest.raises(ModelUnsupported, match="this daemon has not loaded m yet") as refused:
         ask(OneMachine(card("home", {"hidden_bytes": 0, "layers": 0, "state": "installed"})))
-    assert refused.value.hint == "fleetctl models load m"
+    assert refused.value.hint == "Load it once: `fleetctl models load m`."
     with pytest.raises(ModelUnsupported, match="It keeps no rows"):
         ask(OneMachine(card("home", {"unshareable": "It keeps no rows.", "state": "installed"})))
     with pytest.raises(ModelNotFound):

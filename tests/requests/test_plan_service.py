@@ -196,6 +196,14 @@ def attempted(call: Callable[[], tuple[str, ...]]) -> tuple[str, ...] | str:
         return error.code
 
 
+def test_named_machines_cannot_be_planned_for_a_model_whose_files_are_not_here() -> None:
+    """The names were passed over, and the plan was one for any machine."""
+    fleet = OneMachine(card("me", None), other("studio", {}))
+    assert fleet.plan(1000).options
+    with pytest.raises(ModelNotFound, match="m is not here"):
+        fleet.plan(1000, placement=["this", "studio"])
+
+
 # ---- The two agree ---------------------------------------------------------------------------------------
 
 models = st.none() | st.fixed_dictionaries(

@@ -67,7 +67,7 @@ class SettingsFile:
                 wanted = config.KEYS[change.key]
                 raise InvalidValue(
                     f"{change.key} cannot be {change.value!r}.",
-                    hint=f"It takes {wanted.kind}. {wanted.why}",
+                    hint=f"Type: {wanted.kind}. {wanted.why}",
                     param="value",
                 ) from error
             durable.replace(self._path, text.encode())
@@ -101,5 +101,5 @@ def _edited(text: str, path: Path, change: SettingChange) -> str:
         return tomlkit.dumps(document)
     except (TOMLKitError, TypeError) as error:
         raise ConfigError(
-            f"The configuration file {path} cannot be changed: {error}.", hint="Correct it by hand."
+            f"The settings file {path} cannot be changed: {error}.", hint="Correct it by hand."
         ) from error

@@ -39,6 +39,7 @@ from fleetd.models.hub_parts import HubCommit, HubPartOrder
 from fleetd.models.memory_need import WeightRules, layer_bytes
 from fleetd.models.names import part_name, shown_name
 from fleetd.p2p.link_prober import Invitation
+from fleetd.p2p.membership.identity import short_id
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import BackgroundTasks, with_beats, with_heartbeats
@@ -244,7 +245,8 @@ class StageServer:
         if not self._pulls(peer):
             raise DownloadFailed(
                 "It fetches from the hub only for machines that may manage it.",
-                hint="On that machine: fleet.manage is on, and `fleetctl peers prompts` confirms this one.",
+                hint="On that machine: set fleet.manage = true, and confirm this one with "
+                f"`fleetctl peers prompts {short_id(peer)} yes`.",
             )
         order = HubPartOrder(at.hub_id, at.commit, ask.digest, ask.first, ask.last)
         async with aclosing(models.pull_part(order)) as steps:

@@ -13,6 +13,7 @@ import { modelsView } from "/page/models.js";
 import { pairingView } from "/page/pairing.js";
 import { requestsView } from "/page/requests.js";
 import { settingsView } from "/page/settings.js";
+import { stateWord } from "/page/units.js";
 
 const VIEWS = {
   fleet: ["Fleet", fleetView],
@@ -110,7 +111,7 @@ async function moved() {
 onChange((change) => {
   for (const [id, peer] of Object.entries(change.peers ?? {})) {
     const before = state.peers.get(id);
-    if (before && peer && before.state !== peer.state) say(`${peer.name} is ${peer.state}.`);
+    if (before && peer && before.state !== peer.state) say(`${peer.name} is ${stateWord(peer.state)}.`);
   }
 });
 addEventListener("hashchange", moved);

@@ -7,12 +7,7 @@ import { gainLine } from "/page/gain.js";
 import { pace, paces } from "/page/pace.js";
 import { picture } from "/page/picture.js";
 import { hereName, redraw, state } from "/page/store.js";
-import { bytes, count, counted, memory, percent, seconds, speed } from "/page/units.js";
-
-const WORDS = {
-  usable: "usable", connecting: "connecting", quiet: "silent", draining: "stopping", unreachable: "unreachable",
-  refused: "refused", incompatible: "other version",
-};
+import { bytes, count, counted, memory, percent, seconds, speed, stateWord } from "/page/units.js";
 
 // The first drawing is the slow one. Of a large fleet it shows some machines, and more with each further frame.
 const STEP = 8;
@@ -132,7 +127,7 @@ function machineRow(machine) {
     h("div", { class: "who" },
       h("h3", null, machine.name, machine.here && h("small", null, " this machine")),
       h("p", { class: "quiet" }, [machine.chip, machine.accelerator].filter(Boolean).join(" · ") || "hardware not known"),
-      h("p", { class: `state ${machine.state}` }, WORDS[machine.state] ?? machine.state,
+      h("p", { class: `state ${machine.state}` }, stateWord(machine.state),
         machine.heard_s > 5 && out && ` · last heard ${seconds(machine.heard_s)} ago`)),
     h("div", { class: "memory" }, out && !machine.here ? lostMemory(machine) : memoryBar(machine)),
     h("div", { class: "load" }, (!out || machine.here) && work(machine), machine.link && h("p", { class: "quiet" }, linkText(machine.link))),
@@ -249,7 +244,7 @@ function chip(model, at) {
     model.cut_anew && h("span", { class: "tag", title: model.cut_anew }, " cut anew"),
     model.state !== "loaded" && h("span", { class: `tag ${model.state}` }, ` ${model.state}`),
     model.speed?.prefill_tok_s > 0 && h("span", { class: "quiet" },
-      ` reads ${speed(model.speed.prefill_tok_s)}${model.speed.decode_tok_s > 0 ? `, writes ${speed(model.speed.decode_tok_s)}` : ""}`, model.speed.doubt && [" ", h("abbr", { title: model.speed.doubt }, "(uncertain)")], model.capped && " (not believed)"),
+      ` reads ${speed(model.speed.prefill_tok_s)}${model.speed.decode_tok_s > 0 ? `, writes ${speed(model.speed.decode_tok_s)}` : ""}`, model.speed.doubt && [" ", h("abbr", { title: model.speed.doubt }, "(in doubt)")], model.capped && " (not believed)"),
     model.helping > 0 && h("span", { class: "quiet" }, " helping another machine"),
     model.note && h("span", { class: "why" }, ` ${model.note}`));
 }

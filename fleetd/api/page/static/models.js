@@ -5,7 +5,7 @@ import { h } from "/page/dom.js";
 import { bar, heldTogether, machines, short } from "/page/fleet.js";
 import { lookAt, models, refresh, there } from "/page/listing.js";
 import { hereName, redraw, say, state } from "/page/store.js";
-import { bytes, count } from "/page/units.js";
+import { bytes, count, stateWord } from "/page/units.js";
 import { whatIf } from "/page/whatif.js";
 
 /** Machine and name → {name, text, done, total, failed, abort} of what is under way or went wrong. */
@@ -116,7 +116,7 @@ function machinePicker() {
   return h("p", { key: "machine", class: "inline" }, h("label", { for: "models-of" }, "Models of"), " ",
     h("select", { id: "models-of", value: there.on, onchange: (event) => { found = null; asked = ""; lookAt(event.target.value); } },
       h("option", { key: "here", value: "" }, `${hereName()} (this machine)`),
-      others.map((peer) => h("option", { key: peer.node_id, value: peer.node_id, disabled: peer.state !== "usable" && peer.node_id !== there.on }, peer.state === "usable" ? peer.name : `${peer.name} (${peer.state})`))));
+      others.map((peer) => h("option", { key: peer.node_id, value: peer.node_id, disabled: peer.state !== "usable" && peer.node_id !== there.on }, peer.state === "usable" ? peer.name : `${peer.name} (${stateWord(peer.state)})`))));
 }
 
 function searchForm() {
@@ -320,7 +320,7 @@ function elsewhere() {
     if (machine.here) continue;
     for (const model of machine.models ?? []) {
       if (models.listing.installed.some((one) => one.name === model.name)) continue;
-      found.set(model.name, [...(found.get(model.name) ?? []), `${machine.name} (${machine.state === "usable" ? model.state : machine.state})`]);
+      found.set(model.name, [...(found.get(model.name) ?? []), `${machine.name} (${machine.state === "usable" ? model.state : stateWord(machine.state)})`]);
     }
   }
   if (!found.size) return null;

@@ -3,7 +3,7 @@
 import { call, events, post } from "/page/calls.js";
 import { h } from "/page/dom.js";
 import { redraw, say, state } from "/page/store.js";
-import { counted, seconds } from "/page/units.js";
+import { counted, seconds, stateWord } from "/page/units.js";
 
 /** What goes on: mode "" (nothing), "pair" or "join"; `event` is the last that came. */
 const pairing = { mode: "", code: null, met: null, answered: false, done: null, note: "", error: null, abort: null, ends: 0, sees: true };
@@ -178,7 +178,7 @@ function members() {
   return h("section", { "aria-labelledby": "members" }, h("h2", { id: "members" }, "Machines of the fleet"),
     trouble && h("p", { class: "trouble", role: "alert" }, trouble.message, " ", h("span", { class: "quiet" }, trouble.hint)),
     peers.length ? h("ul", { class: "rows" }, peers.map((peer) => h("li", { key: peer.node_id },
-      h("div", null, h("h3", null, peer.name, h("small", null, ` ${peer.short_id}`)), h("p", { class: "quiet" }, peer.state, peer.added_by && `, added by ${names.get(peer.added_by) ?? peer.added_by.slice(0, 7)}`)),
+      h("div", null, h("h3", null, peer.name, h("small", null, ` ${peer.short_id}`)), h("p", { class: "quiet" }, stateWord(peer.state), peer.added_by && `, added by ${names.get(peer.added_by) ?? peer.added_by.slice(0, 7)}`)),
       h("div", null, h("label", null, h("input", { type: "checkbox", checked: peer.allowed_here, onchange: (event) => change("/fleet/v1/peers/prompts", { peer: peer.node_id, allowed: event.target.checked, fleet: false }) }),
         " sees prompts typed here"), peer.new && h("p", { class: "why" }, `New: it is here on the word of ${peer.through}. Is it yours? Until you allow it, it sees no prompts typed here.`), peer.allowed_here && !peer.allowed_by_fleet && h("p", { class: "why" }, "The fleet does not let it see prompts.")),
       h("p", { class: "buttons" }, unpairing === peer.node_id

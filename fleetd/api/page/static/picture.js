@@ -2,7 +2,7 @@
 
 import { h } from "/page/dom.js";
 import { redraw } from "/page/store.js";
-import { bytes } from "/page/units.js";
+import { bytes, stateWord } from "/page/units.js";
 
 const MOST_LABELS = 14;
 const NAME_CHARS = 14;
@@ -61,7 +61,7 @@ function spot(machine, [x, y], labelled) {
   const radius_ = labelled ? radius : Math.min(radius, 9);
   const below = y + radius_ + 14;
   return h("g", { key: `spot ${machine.id}`, class: `spot ${machine.state}${machine.here ? " here" : ""}${atWork(machine) ? " busy" : ""}` },
-    h("title", null, `${machine.name}: ${machine.state}${machine.reason ? `, ${machine.reason}` : ""}`),
+    h("title", null, `${machine.name}: ${stateWord(machine.state)}${machine.reason ? `, ${machine.reason}` : ""}`),
     h("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: radius_.toFixed(1) }),
     labelled && h("text", { x: x.toFixed(1), y: below.toFixed(1), class: "label" }, cut(machine.name)));
 }

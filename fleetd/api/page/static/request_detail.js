@@ -37,7 +37,7 @@ export function detail(trace) {
       `Tried first on ${attempt.answered_by || named(trace, "this")}, for ${seconds(attempt.took_s)}: ${attempt.reason || attempt.code}`)),
     trace.texts ? textFigures(trace) : h("dl", { class: "figures" },
       fact("First token", seconds(trace.ttft_s), trace.planned_ttft_s === null ? "not planned" : [`${seconds(trace.planned_ttft_s)} planned`, off && `, ${off}`], trace.late),
-      fact("Prompt", count(trace.prompt_tokens), ["tokens", trace.cached_tokens > 0 && `, ${count(trace.cached_tokens)} restored`, trace.kept_tokens > 0 && `, ${count(trace.prompt_tokens - trace.kept_tokens)} dropped`]),
+      fact("Prompt", count(trace.prompt_tokens), ["tokens", trace.cached_tokens > 0 && `, ${count(trace.cached_tokens)} not read again`, trace.kept_tokens > 0 && `, ${count(trace.prompt_tokens - trace.kept_tokens)} dropped`]),
       fact("Answer", count(trace.completion_tokens), `tokens, ${rate(trace.completion_tokens - 1, answered_s)}`),
       fact("Alone", trace.alone_s === null ? none : `about ${seconds(trace.alone_s)}`, `to the first token on ${named(trace, "this")}`)),
     h("section", { "aria-labelledby": "steps" }, h("h3", { id: "steps" }, "Where the time went"), waterfall(trace)),
@@ -45,7 +45,7 @@ export function detail(trace) {
       h("ul", { class: "plainlist" },
         trace.texts ? machineItems(trace) : sharesOf(trace.chosen).map((share) => h("li", { key: share.machine }, h("b", null, share.helper ? share.machine : named(trace, "this")), ` ${share.what}`)),
         trace.there && sharesOf(trace.there.chosen).length > 1 && h("li", null, `On ${trace.answered_by}: `, sharesOf(trace.there.chosen).map((one) => `${one.helper ? one.machine : trace.answered_by} ${one.what}`).join(", ")),
-        trace.cached_tokens > 0 && h("li", null, `${counted(trace.cached_tokens, "token")} restored from the prefix cache`),
+        trace.cached_tokens > 0 && h("li", null, `${counted(trace.cached_tokens, "token")} not read again`),
         trace.kept_tokens > 0 && h("li", null, `${count(trace.kept_tokens)} of ${counted(trace.prompt_tokens, "token")} kept, ${percent(trace.prompt_tokens - trace.kept_tokens, trace.prompt_tokens)} dropped by smart prefill`),
         crossed > 0 && h("li", null, `${bytes(crossed)} travelled between machines`),
         trace.verified_tokens > 0 && h("li", null, `${counted(trace.verified_tokens, "token")} of the helpers' work verified`),
@@ -95,7 +95,7 @@ export function report(trace) {
   const steps = trace.steps.map((step) => [`${(step.begin_s ?? 0).toFixed(3)}-${(step.end_s ?? 0).toFixed(3)} s`, step.machine, step.name,
     `${(step.seconds ?? 0).toFixed(3)} s`, step.planned_s === undefined || step.planned_s === null ? "" : `planned ${step.planned_s.toFixed(3)} s`].filter(Boolean).join("  "));
   return [trace.summary, `${trace.id}, ${new Date(trace.at_s * 1000).toISOString()}, ${trace.model}, ${[`${trace.outcome} ${trace.exactness}`, ...bitsOf(trace)].join(", ")}`,
-    trace.reason && `${trace.reason} (${trace.code})`, `${trace.prompt_tokens} prompt tokens, ${trace.cached_tokens} restored, ${trace.completion_tokens} written`,
+    trace.reason && `${trace.reason} (${trace.code})`, `${trace.prompt_tokens} prompt tokens, ${trace.cached_tokens} not read again, ${trace.completion_tokens} written`,
     "", ...steps].filter((line) => line !== "" || steps.length).filter((line) => typeof line === "string").join("\n");
 }
 

@@ -57,5 +57,5 @@ function parts(plan, request) {
 }
 
 function promptText({ prompt_tokens, cached_tokens, kept_tokens }) {
-  return [counted(prompt_tokens, "token"), cached_tokens > 0 && `${count(cached_tokens)} known already`, kept_tokens > 0 && `${count(kept_tokens)} kept`].filter(Boolean).join(", ");
+  return [counted(prompt_tokens, "token"), cached_tokens > 0 && `${count(cached_tokens)} not read again`, kept_tokens > 0 && `${count(kept_tokens)} kept`].filter(Boolean).join(", ");
 }

@@ -5,6 +5,14 @@ const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
 export const none = "–";
 
+// The states of a machine that people call otherwise; `fleet_words.py` of fleetctl has the same words.
+const STATES = { quiet: "silent", draining: "stopping", incompatible: "other version" };
+
+/** What people call the state of a machine. */
+export function stateWord(state) {
+  return STATES[state] ?? state;
+}
+
 /** 12,345 */
 export function count(value) {
   return value === null || value === undefined ? none : whole.format(value);
