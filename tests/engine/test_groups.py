@@ -27,8 +27,8 @@ from fleetd.engine.groups.messages import (
     Extend,
     Extract,
     Filter,
+    MakeUp,
     Merge,
-    Repeat,
     RunStage,
     StageRan,
     Trim,
@@ -252,7 +252,7 @@ def test_rows_that_cannot_be_made_up_are_refused(
     stage.run(hidden, stage.spread(rows.caches(1)), stage.inputs(mx.zeros((1, 3), mx.int32), 0))
     rows.caches(2)
     with pytest.raises(ProtocolError, match=said):
-        rows.change(Repeat(number, tokens))
+        rows.change(MakeUp(number, tokens))
 
 
 @pytest.mark.parametrize("token", [VOCAB, (1 << 53) - 1])

@@ -17,10 +17,10 @@ from fleetd.engine.groups.messages import (
     GoOn,
     KeepState,
     LeaveOut,
+    MakeUp,
     Mark,
     Merge,
     PutBack,
-    Repeat,
     Return,
     Trim,
 )
@@ -97,7 +97,7 @@ class MemberRows:
             case PutBack(held, state, new, stored, tokens):
                 made = checkpoints.restored(self._known(held), stored, tokens, self._noted(state))
                 self._keep(new, made)
-            case Repeat(held, tokens):
+            case MakeUp(held, tokens):
                 self._repeat(self._known(held), tokens)
             case Forget(held):
                 # One that no tokens came for was never here.

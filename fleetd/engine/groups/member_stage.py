@@ -240,7 +240,7 @@ def _runs(command: RunStage) -> bool:
 
 
 def _hash(caches: list[Any], first: int) -> bytes:
-    """Of all that is kept of tokens from ``first`` on."""
+    """A hash of all that is kept of tokens from ``first`` on."""
     state = hashlib.sha256()
     for array in kept_from(caches, first):
         state.update(as_bytes(mx.contiguous(array)))

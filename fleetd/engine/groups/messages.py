@@ -119,7 +119,7 @@ class PutBack(msgspec.Struct, frozen=True, tag="put back", array_like=True):
     tokens: _Count
 
 
-class Repeat(msgspec.Struct, frozen=True, tag="repeat", array_like=True):
+class MakeUp(msgspec.Struct, frozen=True, tag="make up", array_like=True):
     """What is ``held`` is made up to ``tokens``, its rows again and again, for measuring (``made_up``)."""
 
     held: _Number
@@ -183,7 +183,7 @@ class GoOn(msgspec.Struct, frozen=True, tag="go on", array_like=True):
 Kept = FindKept | ReadKept | LeaveKept | StoreKept
 Batched = Merge | Extend | Filter | Extract
 GoingBack = Trim | Mark | Return | KeepState | PutBack
-Change = Copy | Forget | Repeat | Batched | GoingBack | LeaveOut | GoOn | Kept
+Change = Copy | Forget | MakeUp | Batched | GoingBack | LeaveOut | GoOn | Kept
 
 
 class RunStage(msgspec.Struct, frozen=True, array_like=True):

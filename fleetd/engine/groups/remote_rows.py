@@ -26,10 +26,10 @@ from fleetd.engine.groups.messages import (
     Filter,
     Forget,
     KeepState,
+    MakeUp,
     Mark,
     Merge,
     PutBack,
-    Repeat,
     Return,
     Trim,
 )
@@ -141,7 +141,7 @@ class RemoteRows:
     def repeat(self, tokens: int) -> None:
         """Have its rows made up to ``tokens``; a running state stays as it is."""
         self.tokens = tokens
-        self.there.tell(Repeat(self.number, tokens))
+        self.there.tell(MakeUp(self.number, tokens))
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> RemoteRows:
         return self.copy()

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import mlx.core as mx
 import msgspec
 import numpy as np
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from msgspec import Meta
 
 from fleetd import limits
@@ -55,6 +55,8 @@ COMPUTED, COMPUTED_MOST = 32, 256
 MADE_UP_BYTES = 512 * limits.MIB
 # Steps of one row and of two that are timed in turn; the quickest of each are held against each other.
 PRICED_STEPS = 16
+# Rows by which mlx-lm's caches grow.
+_GROWTH = 256
 # Raised when a verdict of before would not be one any more: other comparisons, other arithmetic.
 PROBE_VERSION = 5
 
@@ -113,7 +115,7 @@ class ExactnessVerdict(msgspec.Struct, frozen=True):
 def most_context(tokens: int) -> int:
     """The longest text of a probe that keeps no more rows than those of ``tokens``: what is behind a context
     is there once, and twice more with room to grow."""
-    return (tokens - 2 * int(KVCache.step)) // 3
+    return (tokens - 2 * _GROWTH) // 3
 
 
 def probe(
