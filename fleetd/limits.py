@@ -505,6 +505,8 @@ GROUP_RECUT_IDLE_S, GROUP_RECUT_S, GROUP_RECUT_MOST_S = 30.0, 600.0, 86_400.0
 GROUPS = 2
 # Chunks of prompts that are on their way through a member before the machine that answers computes the next.
 GROUP_FRAMES = 3
+# Times the largest chunk that may wait at a member: those, the next one, and blocks of answers.
+GROUP_AHEAD = GROUP_FRAMES + 2
 # A member shows so often that its process runs, and one that is silent for so long is lost. One that computes
 # a step for so long is lost, too; its own daemon ends it before.
 GROUP_BEAT_S, GROUP_SILENT_S, GROUP_STEP_S = 0.5, 2.5, 300.0

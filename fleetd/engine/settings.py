@@ -40,9 +40,10 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 class GroupMember(msgspec.Struct, frozen=True):
     """Layers [first, last) of a group's model, which another machine has. ``stream``: the id under which the
-    socket to it is handed over. ``arithmetic``: ``Arithmetic.text`` of these layers there; "" if that is
-    unknown, and then no prompts are kept on disks. ``direct``: hidden states come to it straight from the
-    member before it, if that is not the machine that answers."""
+    socket to it is handed over. ``arithmetic``, ``kind``: ``Arithmetic.text`` and ``kind`` of these layers
+    there; "" if they are unknown, and then neither prompts are kept on disks nor verdicts on drafts.
+    ``direct``: hidden states come to it straight from the member before it, if that is not the machine that
+    answers."""
 
     first: int
     last: int
@@ -50,6 +51,7 @@ class GroupMember(msgspec.Struct, frozen=True):
     name: str = ""
     arithmetic: str = ""
     direct: bool = False
+    kind: str = ""
 
 
 #: What carries the sums of ranks: MLX's ring over TCP, RDMA between Macs, or NCCL.

@@ -1,7 +1,9 @@
-"""A device that multiplies one row by another kernel than several: its steps are two rows wide."""
+"""A device that multiplies one row by another kernel than several: its steps are two rows wide, also where
+several such devices have a model together."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -10,11 +12,12 @@ import msgspec
 import pytest
 import speculating
 import tiny_architectures
+from group_machines import group_of, lazy, rows_held
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from speculating import Run, perfect, right_for
+from speculating import Run, Scripted, guessing, patchy, perfect, right_for
 
 from fleetd.engine.protocol import Sampling, Speculate
-from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
+from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, most_context, probe
 from fleetd.engine.speculation.speculation import WorkerSpeculation
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -94,15 +97,18 @@ def test_a_window_cannot_take_the_second_row_back(device: Device) -> None:
     assert "two rows" not in verdict.text
 
 
-@pytest.mark.parametrize(
-    ("sampling", "ahead"), [(speculating.GREEDY, False), (Sampling(temperature=0.8, seed=3, top_p=0.9), True)]
-)
+SAMPLINGS = speculating.GREEDY, Sampling(temperature=0.8, seed=3, top_p=0.9)
+# Steps are two rows wide until there are 90 tokens of text.
+VERDICT = ExactnessVerdict(LIMIT - 1, len(PROMPT) + 50, "exact: for the test", {1: 1.0, 9: 1.5}, 2)
+
+
+@pytest.mark.parametrize(("sampling", "ahead"), [(SAMPLINGS[0], False), (SAMPLINGS[1], True)])
 @pytest.mark.usefixtures("device")
 def test_answers_have_the_same_bytes_with_and_without_drafts(
     llama: Any, tokenizer: Any, sampling: Sampling, *, ahead: bool
 ) -> None:
     """Alone, drafted for, in and out of a batch, and past the context that the verdict holds for."""
-    verdict = ExactnessVerdict(LIMIT - 1, len(PROMPT) + 50, "exact: for the test", {1: 1.0, 9: 1.5}, 2)
+    verdict = VERDICT
 
     def answered(verdict: ExactnessVerdict, kind: str) -> Run:
         run = Run(llama, tokenizer, WorkerSpeculation(verdict, VOCAB, "on", computes_ahead=ahead))
@@ -128,3 +134,107 @@ def test_answers_have_the_same_bytes_with_and_without_drafts(
     narrow = msgspec.structs.replace(verdict, rows=1)
     whole = answered(narrow, "plain").tokens["r"]
     assert answered(narrow, "wrong").said("r") != answered(narrow, "plain").said("r")
+
+
+# ---- over several machines -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def long_llama() -> Any:
+    return tiny_architectures.tiny("llama", num_hidden_layers=4)
+
+
+@pytest.mark.parametrize(("cuts", "direct"), [((1, 3), True), ((2,), False)])
+def test_steps_of_a_group_are_widened_as_those_of_one_machine(
+    long_llama: Any, device: Device, cuts: tuple[int, ...], *, direct: bool
+) -> None:
+    """Behind contexts that nobody computes, too: each machine makes its rows up."""
+    plan = ProbePlan((31, 300), (2, LIMIT - 1, LIMIT), 4, every=False)
+    group = group_of(long_llama, *cuts, direct=direct)
+    verdict = ask(group.model, device, plan)
+    assert (verdict.rows, verdict.width, verdict.context) == (2, LIMIT - 1, 304)
+    assert verdict.text == ask(long_llama, device, plan).text
+    # What was tried is gone.
+    group.model.read(mx.array([[1]]), group.model.make_cache())
+    group.model.settle()
+    assert rows_held(group) == [1] * len(cuts)
+
+
+SOURCES: dict[str, Callable[[list[int]], list[Scripted]]] = {
+    "plain": lambda whole: [],
+    "perfect": lambda whole: [perfect(whole)],
+    "wrong": lambda whole: [right_for(whole, 2)],
+    "patchy": lambda whole: [patchy(whole, 5, 0.8, VOCAB)],
+    "random": lambda whole: [guessing(VOCAB, 3)],
+    "joined": lambda whole: [],
+}
+
+
+@pytest.mark.parametrize(
+    ("cuts", "direct", "sampling", "kinds"),
+    [
+        ((2,), True, SAMPLINGS[0], ("plain", "perfect")),
+        ((1, 3), True, SAMPLINGS[1], ("patchy", "joined")),
+        ((1, 2, 3), False, SAMPLINGS[0], ("wrong",)),
+        pytest.param((1, 3), False, SAMPLINGS[1], tuple(SOURCES), marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.usefixtures("device")
+def test_answers_of_a_group_have_the_bytes_of_one_machine(
+    long_llama: Any,
+    tokenizer: Any,
+    cuts: tuple[int, ...],
+    sampling: Sampling,
+    kinds: tuple[str, ...],
+    *,
+    direct: bool,
+) -> None:
+    """Blocks of a single token that go ahead, and those past the context that the verdict holds for, too."""
+
+    def answered(model: Any, kind: str, whole: list[int]) -> Run:
+        run = Run(model, tokenizer, WorkerSpeculation(VERDICT, VOCAB, "on"))
+        sources = SOURCES[kind](whole)
+        refused = Speculate(enabled=bool(sources))
+        run.submit("r", PROMPT, *sources, sampling=sampling, max_tokens=70, top_logprobs=1, speculate=refused)
+        for _ in range(8):
+            run.turn()
+        if kind == "joined":
+            run.submit("b", PROMPT[:9], max_tokens=20, speculate=refused)
+        run.finish()
+        return run
+
+    alone = answered(long_llama, "plain", [])
+    for number, kind in enumerate(kinds):
+        group = lazy(group_of(long_llama, *cuts, direct=direct), number)
+        assert answered(group.model, kind, alone.tokens["r"]).said("r") == alone.said("r"), kind
+
+
+def test_what_other_machines_keep_is_compared_too(long_llama: Any) -> None:
+    """A row that differs where no later token of the probe looks at it."""
+    group = group_of(long_llama, 2)
+    (member,) = group.members
+    run, last = member._run, PLAN.contexts[0] + PLAN.steps
+
+    def other(command: Any, data: memoryview, caches: list[Any]) -> Any:
+        found = run(command, data, caches)
+        if command.tokens > 1 and command.start + command.tokens >= last:
+            caches[-1].keys[..., caches[-1].offset - 1, :] += 1
+        return found
+
+    member._run = other  # type: ignore[method-assign]
+    verdict = ask(group.model, Device(), ProbePlan(PLAN.contexts[:1], (2, 4), PLAN.steps, every=False))
+    assert verdict.text.startswith("declined: blocks of 2 tokens give other keys, values or states at 31 ")
+
+
+@pytest.mark.parametrize("promised", [1024, 2048, 5000])
+def test_a_probe_takes_no_more_of_other_machines_than_they_promised(
+    long_llama: Any, device: Device, promised: int
+) -> None:
+    sample = group_of(long_llama, 2)
+    sample.model(mx.array([[1]]), sample.model.make_cache())
+    row_bytes = sample.members[0].rows.nbytes // 256
+    group = group_of(long_llama, 2, most_bytes=promised * row_bytes)
+    most = most_context(promised)
+    plan = ProbePlan((31, most - 4), (2, 4), 16, every=False)
+    verdict = probe(group.model, vocab_size=VOCAB, context_tokens=most, plan=plan, clock=device.clock)
+    assert (verdict.rows, verdict.width, verdict.context) == (2, 4, most + 12)

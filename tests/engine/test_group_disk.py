@@ -237,8 +237,8 @@ def test_other_machines_are_not_told_of_what_is_kept_in_parts(llama: TinyFamily,
 
 def test_names_rest_on_the_cut_and_on_how_each_member_computes() -> None:
     def basis(*members: tuple[int, int, str], digest: str = "m") -> bytes:
-        asked = tuple(GroupMember(a, b, "s", "n", how) for a, b, how in members)
-        return block_basis(FindingsKey.now(VerdictKey.now(digest, "cpu", "", {}), asked), None)
+        asked = [GroupMember(a, b, "s", "n", how, kind="one kind") for a, b, how in members]
+        return block_basis(FindingsKey.now(VerdictKey.now(digest, "cpu", "", {}, members=asked)), None)
 
     assert len({basis((2, 4, "x")), basis((1, 4, "x")), basis((2, 4, "y")), basis()}) == 4
     # One that has not said how it computes, and files that are not hashed yet.

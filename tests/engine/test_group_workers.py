@@ -119,6 +119,19 @@ async def test_a_prompt_comes_back_from_the_disks_after_a_restart(
     assert anew.finished.timings.restored_tokens == 0
 
 
+async def test_a_group_does_not_believe_the_verdict_of_the_whole_model(model: Path, tmp_path: Path) -> None:
+    kept = {"cache": str(tmp_path / "cache"), "record": str(tmp_path / "record.json")}
+    digests.digest(folder_of(model), Path(kept["record"]))
+    verdicts = tmp_path / "cache" / "verdicts"
+    async with workers(model, 1, **kept):
+        (whole,) = verdicts.iterdir()
+    async with group(model, 2, **kept) as (front, *_):
+        assert front.facts is not None
+        assert front.facts.speculation.startswith("exact")
+    assert len([*verdicts.iterdir()]) == 2
+    assert whole.exists()
+
+
 async def test_a_cancelled_answer_frees_the_members_for_the_next(model: Path) -> None:
     async with group(model, 2) as (front, _):
         events = front.stream(prompt("long", 50, shared=False, max_tokens=2000))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable
 from pipes import changed
 from typing import Any
@@ -17,10 +18,21 @@ from msgspec.structs import replace
 from tiny_architectures import VOCAB
 from turned_scheduler import TinyFamily, Turned, drawn, family
 
+from fleetd import limits
 from fleetd.engine.failures import MemberLost
 from fleetd.engine.groups import messages
 from fleetd.engine.groups.member_rows import MemberRows
-from fleetd.engine.groups.messages import Copy, Extract, Filter, Merge, RunStage, StageRan, Trim
+from fleetd.engine.groups.messages import (
+    Copy,
+    Extend,
+    Extract,
+    Filter,
+    MakeUp,
+    Merge,
+    RunStage,
+    StageRan,
+    Trim,
+)
 from fleetd.engine.groups.remote_rows import CachesThere, KeptThere, RemoteRows
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import Cancel, Finished
@@ -212,6 +224,37 @@ def test_rows_that_a_batch_does_not_have_are_refused(llama: TinyFamily, on_cpu: 
         rows.change(Extract(5, 1, 7))
 
 
+def test_a_batch_of_more_rows_than_a_step_has_is_refused(llama: TinyFamily, on_cpu: None) -> None:
+    rows = MemberRows(Stage.of(llama.model).part(2, len(llama.model.layers)))
+    rows.caches(1)
+    rows.change(Merge([1] * limits.GROUP_STREAMS, 2))
+    rows.change(Merge([1], 3))
+    with pytest.raises(ProtocolError, match="A batch of 65 rows"):
+        rows.change(Extend(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("family", "number", "tokens", "said"),
+    [
+        ("llama", 77, 9, "Nothing is kept"),
+        ("llama", 1, 2, "cannot be made up to 2"),
+        ("llama", 2, 9, "cannot be made up to 9"),
+        ("llama", 1, (1 << 31) - 1, "more memory than was promised"),
+        ("gemma3_text", 1, 9, "cannot be made up to 9"),
+    ],
+)
+def test_rows_that_cannot_be_made_up_are_refused(
+    family: str, number: int, tokens: int, said: str, on_cpu: None
+) -> None:
+    stage = Stage.of(tiny_architectures.tiny(family)).part(1, 4)
+    rows = MemberRows(stage, most_bytes=1 << 20)
+    hidden = mx.zeros((1, 3, stage.width))
+    stage.run(hidden, stage.spread(rows.caches(1)), stage.inputs(mx.zeros((1, 3), mx.int32), 0))
+    rows.caches(2)
+    with pytest.raises(ProtocolError, match=said):
+        rows.change(MakeUp(number, tokens))
+
+
 @pytest.mark.parametrize("token", [VOCAB, (1 << 53) - 1])
 def test_tokens_that_no_table_has_are_refused(token: int, on_cpu: None) -> None:
     whole = Stage.of(tiny_architectures.tiny("gemma3n"))
@@ -279,6 +322,32 @@ def test_hidden_states_of_another_shape_are_refused(pair: Group) -> None:
     pair.pipes[0].tamper = tamper
     with pytest.raises(MemberLost, match="were due"):
         pair.model(mx.array([[1, 2]]), pair.model.make_cache())
+
+
+def test_no_answer_is_larger_than_what_was_asked_for(pair: Group) -> None:
+    (stage,) = pair.model.members.stages
+    pair.model(mx.array([[1, 2]]), pair.model.make_cache())
+    asked = 2 * pair.model.width * pair.model.dtype.size
+    stage._place(FrameHeader(Kind.STAGED, sizes=(9, asked)))
+    with pytest.raises(ProtocolError, match=f"of 9 and {asked + 1} bytes"):
+        stage._place(FrameHeader(Kind.STAGED, sizes=(9, asked + 1)))
+
+
+@pytest.mark.parametrize("end", ["front", "member", "member behind"])
+def test_what_is_sent_before_it_is_due_does_not_fill_the_memory(
+    llama: TinyFamily, on_cpu: None, end: str
+) -> None:
+    group = group_of(llama.model, 1, 2)
+    stage, (member, behind) = group.model.members.stages[0], group.members
+    message = limits.GROUP_MESSAGE_BYTES
+    place, head = {
+        "front": (stage._place, FrameHeader(Kind.KEPT, sizes=(message, 0))),
+        "member": (member._place, FrameHeader(Kind.STAGE, sizes=(message, 0))),
+        "member behind": (behind.hops._place, FrameHeader(Kind.HOP, sizes=(member._most_hidden, 0))),
+    }[end]
+    sent = (place(head) for _ in range(1000))
+    with pytest.raises(ProtocolError, match="before any of it was due"):
+        deque(sent, maxlen=0)
 
 
 def test_more_than_was_promised_is_refused(llama: TinyFamily, on_cpu: None) -> None:

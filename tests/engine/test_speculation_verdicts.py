@@ -14,9 +14,9 @@ from asking import folder_of
 from fleetd.engine.load import loading
 from fleetd.engine.protocol import Loading
 from fleetd.engine.sequence_state.kinds import ANY
-from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.settings import GroupMember, WorkerSettings
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
-from fleetd.engine.speculation.verdicts import VerdictKey
+from fleetd.engine.speculation.verdicts import VerdictKey, VerdictMember
 from fleetd.errors import DiskFull
 from fleetd.models import digest as digests
 from fleetd.storage import durable
@@ -57,6 +57,7 @@ def test_a_verdict_is_found_again(kept: Path, tmp_path: Path) -> None:
         {"cores": 4},
         {"fleetd": "0.0.1"},
         {"probe": 0},
+        {"members": [VerdictMember(2, 4, "these layers", "this kind")]},
     ],
     ids=str,
 )
@@ -70,6 +71,28 @@ def test_models_and_devices_have_a_file_each(kept: Path) -> None:
     for width, key in enumerate(others, 2):
         key.cached(kept).keep(ExactnessVerdict(width, 100))
     assert [verdict.width for key in (KEY, *others) if (verdict := key.cached(kept).find())] == [8, 2, 3]
+
+
+def test_a_model_over_machines_has_a_verdict_of_its_own(kept: Path) -> None:
+    """Kernels of each machine decide it: neither the whole model's holds, nor that of other machines."""
+
+    def over(first: int, arithmetic: str, kind: str) -> VerdictKey:
+        members = [GroupMember(first, 4, "s", "n", arithmetic, kind=kind)]
+        return msgspec.structs.replace(
+            KEY, members=VerdictKey.now("", "cpu", "", {}, members=members).members
+        )
+
+    group = over(2, "these layers", "M2")
+    assert group.cached(kept).find() is None
+    group.cached(kept).keep(msgspec.structs.replace(FOUND, width=4))
+    assert (group.cached(kept).find() or FOUND).width == 4
+    assert KEY.cached(kept).find() == FOUND
+    for other in (over(1, "these layers", "M2"), over(2, "others", "M2"), over(2, "these layers", "M3")):
+        assert other.cached(kept).find() is None
+    # How a machine computes may be unknown: then it may have changed by the next load.
+    for unknown in (over(2, "", "M2"), over(2, "these layers", "")):
+        unknown.cached(kept).keep(FOUND)
+        assert unknown.cached(kept).find() is None
 
 
 def test_a_damaged_file_is_no_verdict(kept: Path, tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from sharing_fakes import DIGEST, HelperMachine, HomePartners, machines, own_car
 from fleetd import limits
 from fleetd.engine.protocol import HOP_IN, HOP_OUT, STAGE, Accepted, Event, ServeStage, StreamTag
 from fleetd.engine.settings import GroupMember, WorkerSettings
-from fleetd.errors import GroupLost, InvalidValue, NotFound, OutOfMemory, PeerUnreachable
+from fleetd.errors import GroupLost, InvalidValue, MembersApart, NotFound, OutOfMemory, PeerUnreachable
 from fleetd.models.folder import ModelFolder, read_folder
 from fleetd.models.memory_need import WeightRules, layer_bytes
 from fleetd.p2p.link_prober import Invitation
@@ -123,11 +124,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     return read_folder(path, name="m", source="folder", revision=None)
 
 
-def group(front: Node, *members: Node, **options: Any) -> FleetGroup:
-    """A layer on each machine, this one first."""
+def group(front: Node, *members: Node, fetching: Sequence[str] = (), **options: Any) -> FleetGroup:
+    """A layer on each machine, this one first. ``fetching``: the names of those that lack their layers."""
     names = [(front.identity.node_id, front.name), *((node.identity.node_id, node.name) for node in members)]
     parts = [
-        GroupPart(GroupMachine(node_id, name, 1 << 30, 1e9, 1000), number, number + 1)
+        GroupPart(
+            GroupMachine(node_id, name, 1 << 30, 1e9, 1000, LAYERS if name in fetching else None),
+            number,
+            number + 1,
+        )
         for number, (node_id, name) in enumerate(names)
     ]
     return FleetGroup(HomePartners(front), "m", DIGEST, GroupCut(tuple(parts), 16), **options)
@@ -171,6 +176,60 @@ async def test_of_two_groups_over_the_same_machines_one_gets_all_and_the_other_n
         await until_idle(members)
         for member in members:
             await member.server.close()
+
+
+class FetchingServer(StageServer):
+    """Lacks the layers until ``fetched`` is set."""
+
+    def __init__(self, machine: MemberMachine) -> None:
+        vars(self).update(vars(machine.server))
+        self.fetched, self.asked = asyncio.Event(), asyncio.Event()
+
+    async def _folder(self, peer: str, ask: StageQuestion, stream: Any) -> ModelFolder:
+        if not self.fetched.is_set():
+            stream.send(messages.encode(StageTold("copying", 1, 2)))
+            self.asked.set()
+            await self.fetched.wait()
+        return await super()._folder(peer, ask, stream)
+
+
+async def test_no_memory_is_promised_while_a_machine_fetches_its_layers(
+    tmp_path: Path, folder: ModelFolder
+) -> None:
+    async with machines(tmp_path, 2) as (front, helpers):
+        members = [MemberMachine(each, folder, folder.weights_bytes) for each in helpers]
+        server = FetchingServer(members[1])
+        members[1].node.handle(messages.SERVE, server)
+        members[1].node.handle(messages.FETCH, server.fetch)
+        made = group(front, *(each.node for each in members), fetching=[members[1].node.name])
+        partners: Any = made._partners
+        forming = asyncio.create_task(made.form(lambda told: None))
+        await asyncio.wait_for(server.asked.wait(), WITHIN_S)
+        assert [method for _, method in partners.asked] == [messages.FETCH]
+        assert not any(each.promised.outstanding_bytes for each in members)
+        server.fetched.set()
+        await asyncio.wait_for(forming, WITHIN_S)
+        assert [method for _, method in partners.asked][1:3] == [messages.SERVE] * 2
+        assert all(each.promised.outstanding_bytes for each in members)
+        made.close()
+        await until_idle(members)
+        for member in members:
+            await member.server.close()
+
+
+async def test_a_group_that_has_ended_ends_once(tmp_path: Path, folder: ModelFolder) -> None:
+    """Members that lost each other are left apart from then on, not from when their model is unloaded."""
+    now = [1000.0]
+    hops = KnownHops(lambda: now[0])
+    async with machines(tmp_path, 2) as (front, helpers):
+        made = group(front, *(each.node for each in helpers), hops=hops)
+        made._engine = SimpleNamespace(error=MembersApart("helper1 is not reached any more"))  # type: ignore[assignment]
+        made.close()
+        with pytest.raises(PeerUnreachable):
+            hops.check(made._pairs)
+        now[0] += limits.GROUP_RELAY_S + 1
+        made.close()
+        hops.check(made._pairs)
 
 
 async def test_a_machine_without_room_is_named_and_the_others_give_theirs_back(

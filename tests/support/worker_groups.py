@@ -121,7 +121,9 @@ async def group(
             await behind.give_stream(StreamTag(f"job{number + 1}", HOP_IN, key, "acceptor"), ends_of.far)
             await before.give_stream(StreamTag(f"job{number}", HOP_OUT, key, "connector"), ends_of.near)
         asked = tuple(
-            GroupMember(*part, f"member{n}", f"machine {n}", how_it_computes(member), direct)
+            GroupMember(
+                *part, f"member{n}", f"machine {n}", how_it_computes(member), direct, kind_of_device(member)
+            )
             for n, (part, member) in enumerate(zip(parts, members, strict=True))
         )
         front = await stack.enter_async_context(_front(path, asked, given, **settings))
@@ -148,6 +150,12 @@ def how_it_computes(member: EngineProcess) -> str:
     assert member.facts is not None
     assert member.facts.arithmetic is not None
     return member.facts.arithmetic.text
+
+
+def kind_of_device(member: EngineProcess) -> str:
+    assert member.facts is not None
+    assert member.facts.arithmetic is not None
+    return member.facts.arithmetic.kind
 
 
 async def answered(engine: EngineProcess, request: Generate) -> RequestEvents:

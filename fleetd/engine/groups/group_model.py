@@ -17,10 +17,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from fleetd import limits
 from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.groups.flight import Flight, GroupStages
+from fleetd.engine.groups.messages import ALL
 from fleetd.engine.groups.remote_rows import KeptThere, divided
 from fleetd.engine.groups.remote_stage import RemoteStage
 from fleetd.engine.groups.step_times import StepTimes
@@ -146,12 +148,19 @@ class GroupModel(nn.Module):  # type: ignore[misc]
             self._noting = (NO_TAPS, {})
 
     def begin(
-        self, tokens: mx.array, cache: list[Any], *, wanted: bool = True, room: int = 0, taps: Taps = NO_TAPS
+        self,
+        tokens: mx.array,
+        cache: list[Any],
+        *,
+        wanted: bool = True,
+        room: int = 0,
+        taps: Taps = NO_TAPS,
+        hash_from: int = ALL,
     ) -> Flight:
         """Run this machine's layers on a block (B, T) and send it on; others may follow before it comes back.
 
         ``wanted``: what comes out of the last layer is sent back. ``room``: so many tokens follow, with
-        these. ``taps``: hidden states that ``Flight.states`` gives.
+        these. ``taps``: hidden states that ``Flight.states`` gives. ``hash_from``: as of ``RunStage``.
         """
         stages = self._members.stages
         self._members.pass_on()
@@ -171,7 +180,14 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         last = self._front.total - 1 if wanted and self._front.total - 1 in taps.layers else -1
         asked = Taps(tuple(layer for layer in taps.layers if layer != last), taps.rows)
         passes = [
-            member.enter(rows, tokens, wanted=wanted or member is not stages[-1], room=room, taps=asked)
+            member.enter(
+                rows,
+                tokens,
+                wanted=wanted or member is not stages[-1],
+                room=room,
+                taps=asked,
+                hash_from=hash_from,
+            )
             for member, rows in zip(stages, rest, strict=True)
         ]
         stages[0].give(passes[0], hidden)
@@ -183,6 +199,13 @@ class GroupModel(nn.Module):  # type: ignore[misc]
             else:
                 before.after = member, passes[number]
         return Flight(self._members, passes, self._front.finish, states, last)
+
+    def kept_hashes(self, cache: list[Any], first: int) -> list[mx.array]:
+        """A hash, (32,) uint8, of all that each other machine keeps of a sequence's tokens from ``first`` on.
+        Computes one token more, which is added to ``cache``. Raises MemberLost."""
+        passes = self.begin(mx.array([[0]]), cache, hash_from=first).passes
+        self._members.wait(lambda: all(entered.done for entered in passes))
+        return [mx.array(np.frombuffer(entered.kept, np.uint8)) for entered in passes]
 
     @property
     def busy(self) -> bool:

@@ -18,6 +18,7 @@ from fleetd.engine.groups.messages import HopLost
 from fleetd.engine.protocol import HOP_IN, HOP_OUT
 from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of
 from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, FramePipe, Kind
+from fleetd.engine.streams.waiting import WaitingFrames
 from fleetd.errors import FleetError, ProtocolError
 
 # A header counts blocks by so many numbers.
@@ -29,6 +30,7 @@ class MemberHops:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
+        self._waiting = WaitingFrames(limits.GROUP_AHEAD * most_bytes)
         self._before: FramePipe | None = None
         self._behind: FramePipe | None = None
         # Of the block that is run next, and of the one that is sent next.
@@ -60,6 +62,7 @@ class MemberHops:
         while self._before is not None and (self._came is None or self._ahead(self._came) < 0):
             if (frame := self._before.receive()) is None:
                 break
+            self._waiting.taken(frame)
             self._came = frame
         if self._came is None or (ahead := self._ahead(self._came)) < 0:
             self._wait(to_next=False)
@@ -142,4 +145,5 @@ class MemberHops:
     def _place(self, head: FrameHeader) -> list[memoryview]:
         if head.kind is not Kind.HOP or head.sizes[0] > self._most_bytes or head.sizes[1]:
             raise ProtocolError(f"A {head.kind.name} of {head.nbytes} bytes came where a HOP was due.")
+        self._waiting.come(head)
         return [memoryview(bytearray(head.sizes[0]))]

@@ -17,6 +17,7 @@ from fleetd.engine.groups.messages import (
     GoOn,
     KeepState,
     LeaveOut,
+    MakeUp,
     Mark,
     Merge,
     PutBack,
@@ -26,6 +27,7 @@ from fleetd.engine.groups.messages import (
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state import batches, checkpoints, rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.engine.sequence_state.made_up import can_repeat, repeat_rows
 from fleetd.engine.sparse_prefill.rope import install
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, as_sparse, dense_beginning, rows
 from fleetd.errors import ProtocolError
@@ -36,7 +38,7 @@ class MemberRows:
     ``most_bytes``: for all that is kept in memory."""
 
     def __init__(self, stage: Stage, disk: PartDisk | None = None, most_bytes: int = 1 << 62) -> None:
-        self._stage = stage
+        self._stage, self._most_bytes = stage, most_bytes
         self.disk = MemberDisk(disk, self._keep, most_bytes)
         # Of layers that keep something.
         self._held: dict[int, list[Any]] = {}
@@ -73,7 +75,9 @@ class MemberRows:
                 self._keep(new, batches.merged(_alike([self.caches(each) for each in sequences])))
                 self._batches[new] = len(sequences)
             case Extend(batch, other):
-                self._batches[batch] = self._rows_in(batch) + self._rows_in(other)
+                if (together := self._rows_in(batch) + self._rows_in(other)) > limits.GROUP_STREAMS:
+                    raise ProtocolError(f"A batch of {together} rows was asked for.")
+                self._batches[batch] = together
                 for mine, theirs in zip(self._known(batch), self._known(other), strict=True):
                     mine.extend(theirs)
             case Filter(batch, rows):
@@ -93,6 +97,8 @@ class MemberRows:
             case PutBack(held, state, new, stored, tokens):
                 made = checkpoints.restored(self._known(held), stored, tokens, self._noted(state))
                 self._keep(new, made)
+            case MakeUp(held, tokens):
+                self._repeat(self._known(held), tokens)
             case Forget(held):
                 # One that no tokens came for was never here.
                 self._held.pop(held, None)
@@ -119,6 +125,13 @@ class MemberRows:
         if found is None:
             raise ProtocolError(f"The first {tokens} tokens of {stored} cannot be had here.")
         return found
+
+    def _repeat(self, caches: list[Any], tokens: int) -> None:
+        held = rollback.held(caches)
+        if not can_repeat(caches) or (held is not None and not 0 < held <= tokens):
+            raise ProtocolError(f"What is kept here cannot be made up to {tokens} tokens.")
+        if not repeat_rows(caches, tokens, self._most_bytes):
+            raise ProtocolError(f"{tokens} tokens take more memory than was promised.")
 
     def _rows_in(self, number: int) -> int:
         """How many rows the batch under a number has. Raises ProtocolError if it is none."""

@@ -9,6 +9,7 @@ wrong.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import deque
 from itertools import islice
@@ -23,14 +24,16 @@ from fleetd.engine.groups import messages
 from fleetd.engine.groups.member_disk import PartDisk
 from fleetd.engine.groups.member_hops import MemberHops
 from fleetd.engine.groups.member_rows import MemberRows
-from fleetd.engine.groups.messages import Change, HopLost, RunStage, StageRan, Trim
+from fleetd.engine.groups.messages import ALL, Change, HopLost, RunStage, StageRan, Trim
 from fleetd.engine.layers.hidden_states import noted_states
 from fleetd.engine.layers.layer_calls import PassInputs
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import STAGE
 from fleetd.engine.sequence_state import growth
 from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, of_bytes
+from fleetd.engine.sequence_state.parts import kept_from
 from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Kind
+from fleetd.engine.streams.waiting import WaitingFrames
 from fleetd.errors import FleetError, OutOfMemory, ProtocolError
 
 
@@ -55,6 +58,9 @@ class MemberStage:
         self._due: deque[tuple[RunStage, Frame]] = deque()
         self._broken: FleetError | None = None
         self._most_hidden = limits.GROUP_TOKENS * stage.width * dtype.size
+        self._waiting = WaitingFrames(
+            limits.GROUP_AHEAD * self._most_hidden + limits.GROUP_STREAMS * limits.GROUP_MESSAGE_BYTES
+        )
         self.hops = MemberHops(self._most_hidden)
         self._pipe = connect(STAGE, self._place)
 
@@ -104,6 +110,7 @@ class MemberStage:
             raise self._broken
         skipped = self._first_is_undone
         command, frame = self._due.popleft()
+        self._waiting.taken(frame)
         for change in command.changes:
             self.rows.change(change)
         self._tell_kept()
@@ -115,7 +122,9 @@ class MemberStage:
         data = self._take_hidden(command, frame)
         skipped = skipped or data is None
         out, taps = (None, []) if skipped or data is None else self._run(command, data, caches)
-        ran = StageRan(skipped, time.monotonic() - begun)
+        took_s = time.monotonic() - begun
+        asked = not skipped and command.hash_from < ALL
+        ran = StageRan(skipped, took_s, _hash(caches, command.hash_from) if asked else b"")
         if command.to_next and not self.hops.send(out):
             self._tell_lost(self.hops.lost(to_next=True))
         done = memoryview(messages.encode(ran))
@@ -221,12 +230,21 @@ class MemberStage:
             raise ProtocolError(
                 f"A {head.kind.name} of {first} and {second} bytes came where a STAGE was due."
             )
+        self._waiting.come(head)
         return [memoryview(bytearray(first)), memoryview(bytearray(second))]
 
 
 def _runs(command: RunStage) -> bool:
     """False if there are changes alone."""
     return command.tokens > 0 and command.batch > 0
+
+
+def _hash(caches: list[Any], first: int) -> bytes:
+    """A hash of all that is kept of tokens from ``first`` on."""
+    state = hashlib.sha256()
+    for array in kept_from(caches, first):
+        state.update(as_bytes(mx.contiguous(array)))
+    return state.digest()
 
 
 def _may_name(change: Change, held: int) -> bool:

@@ -119,6 +119,13 @@ class PutBack(msgspec.Struct, frozen=True, tag="put back", array_like=True):
     tokens: _Count
 
 
+class MakeUp(msgspec.Struct, frozen=True, tag="make up", array_like=True):
+    """What is ``held`` is made up to ``tokens``, its rows again and again, for measuring (``made_up``)."""
+
+    held: _Number
+    tokens: _Count
+
+
 class Forget(msgspec.Struct, frozen=True, tag="forget", array_like=True):
     """It is needed no more."""
 
@@ -176,7 +183,7 @@ class GoOn(msgspec.Struct, frozen=True, tag="go on", array_like=True):
 Kept = FindKept | ReadKept | LeaveKept | StoreKept
 Batched = Merge | Extend | Filter | Extract
 GoingBack = Trim | Mark | Return | KeepState | PutBack
-Change = Copy | Forget | Batched | GoingBack | LeaveOut | GoOn | Kept
+Change = Copy | Forget | MakeUp | Batched | GoingBack | LeaveOut | GoOn | Kept
 
 
 class RunStage(msgspec.Struct, frozen=True, array_like=True):
@@ -190,6 +197,8 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
     ``room``: for so many tokens more there shall be room in what is kept, made at once.
     ``taps``: layers, of the whole model's, whose hidden states are sent back, for what drafts from them.
     ``tap_rows``: those of the last so many tokens; 0 for all.
+    ``hash_from``: a hash is sent back of what is kept of tokens from this one on, the block's included; none
+    if ALL.
     ``from_before``: hidden states come from the member before this one. ``to_next``: what comes out goes to
     the member behind it, and is not sent back.
     """
@@ -207,6 +216,7 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
     tap_rows: Annotated[int, Meta(ge=0, le=limits.GROUP_TOKENS)] = 0
     from_before: bool = False
     to_next: bool = False
+    hash_from: _Count = ALL
 
     @property
     def tapped(self) -> int:
@@ -215,10 +225,12 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageRan(msgspec.Struct, frozen=True, array_like=True):
-    """``skipped``: the layers were not run, as a Trim had come since. ``seconds``: that the layers took."""
+    """``skipped``: the layers were not run, as a Trim had come since. ``seconds``: that the layers took.
+    ``kept``: the hash of what is kept, if it was asked for."""
 
     skipped: bool = False
     seconds: Seconds = 0.0
+    kept: Annotated[bytes, Meta(max_length=32)] = b""
 
 
 class KeptTold(msgspec.Struct, frozen=True, array_like=True):

@@ -26,6 +26,7 @@ from fleetd.engine.groups.messages import (
     Filter,
     Forget,
     KeepState,
+    MakeUp,
     Mark,
     Merge,
     PutBack,
@@ -137,6 +138,11 @@ class RemoteRows:
         self.there.tell(PutBack(self.number, state.number, found.number, stored, tokens))
         return found
 
+    def repeat(self, tokens: int) -> None:
+        """Have its rows made up to ``tokens``; a running state stays as it is."""
+        self.tokens = tokens
+        self.there.tell(MakeUp(self.number, tokens))
+
     def __deepcopy__(self, _memo: dict[int, Any]) -> RemoteRows:
         return self.copy()
 
@@ -225,6 +231,15 @@ class RemoteKind(StateKind):
 
     def is_plain(self, cache: RemoteRows) -> bool:
         return cache.there.kept.plain
+
+    def widens(self, cache: RemoteRows) -> bool:
+        return cache.there.kept.plain
+
+    def repeats(self, cache: RemoteRows) -> bool:
+        return not cache.there.kept.windows
+
+    def repeat(self, cache: RemoteRows, context: int, seed: int) -> None:
+        cache.repeat(context)
 
     def has_rows(self, cache: RemoteRows) -> bool:
         return cache.there.kept.in_rows

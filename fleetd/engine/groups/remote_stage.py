@@ -27,6 +27,7 @@ from fleetd.engine.layers.hidden_states import NO_TAPS, Taps
 from fleetd.engine.protocol import STAGE
 from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, of_bytes
 from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Kind
+from fleetd.engine.streams.waiting import WaitingFrames
 from fleetd.errors import FleetError, GroupLost, MemberGone, ProtocolError
 
 _T = TypeVar("_T", StageRan, KeptTold, HopLost)
@@ -43,6 +44,8 @@ class StagePass:
     out: mx.array | None = None
     # Hidden states of the layers that were asked for, (B, rows, D) each.
     taps: dict[int, mx.array] = field(default_factory=dict)
+    # The hash of what it keeps, if that was asked for.
+    kept: bytes = b""
     # True once the member has answered.
     done: bool = False
     # When it was sent, by the monotonic clock; 0 if others were under way then.
@@ -105,6 +108,10 @@ class RemoteStage:
         # What has a place in the stream and was not sent, and what was sent and not answered.
         self._unsent: deque[StagePass] = deque()
         self._due: deque[StagePass] = deque()
+        # Bytes of hidden states in the largest answer that was asked for.
+        self._largest = 0
+        self._waiting = WaitingFrames(0)
+        self._expect(0)
         self._pipe = connect(STAGE, self._place)
         self.disk = DiskThere(self._caches, self.tell)
 
@@ -115,13 +122,21 @@ class RemoteStage:
     # ---- what is sent ----------------------------------------------------------------------------------
 
     def enter(
-        self, rows: RemoteRows, tokens: mx.array, *, wanted: bool, room: int, taps: Taps = NO_TAPS
+        self,
+        rows: RemoteRows,
+        tokens: mx.array,
+        *,
+        wanted: bool,
+        room: int,
+        taps: Taps = NO_TAPS,
+        hash_from: int = messages.ALL,
     ) -> StagePass:
         """A place for a block of ``tokens`` (B, T), with all changes of caches so far; ``give`` sends it, or
         ``send_on`` if its hidden states come from the member before.
 
         ``wanted``: what comes out of the layers is sent back. ``room``: as many tokens follow, with these.
         ``taps``: hidden states that are sent back too, of those of the layers that are the member's.
+        ``hash_from``: of what it keeps from this token on a hash is sent back.
         """
         batch, count = tokens.shape
         ids = np.array(tokens).reshape(-1).tolist() if self.takes_ids else []
@@ -142,6 +157,7 @@ class RemoteStage:
             taps.rows,
             self.from_before,
             self.to_next,
+            hash_from,
         )
         rows.grow(count)
         self._unsent.append(StagePass(command))
@@ -176,6 +192,7 @@ class RemoteStage:
     def _flush(self) -> None:
         while self._unsent and self._can_be_sent(self._unsent[0]):
             entered, begun = self._unsent.popleft(), time.monotonic()
+            self._expect(sum(self._answered(entered.command)))
             self._send(entered.command, entered.hidden if entered.runs else None)
             entered.hidden = None
             if entered.runs:
@@ -184,6 +201,18 @@ class RemoteStage:
 
     def _can_be_sent(self, entered: StagePass) -> bool:
         return self.from_before or entered.hidden is not None or not entered.runs
+
+    def _answered(self, command: RunStage) -> list[int]:
+        """Bytes of what is sent back: of what comes out of the layers, then of each that is tapped."""
+        comes = command.wanted and not self.to_next
+        rows = [command.tokens] * comes + [command.tapped] * len(command.taps)
+        return [command.batch * count * self._row for count in rows]
+
+    def _expect(self, nbytes: int) -> None:
+        """Before an answer of so many bytes is asked for: the thread that reads refuses larger ones, and more
+        than there can be of them."""
+        self._largest = max(self._largest, nbytes)
+        self._waiting.most_bytes = limits.GROUP_STREAMS * (self._largest + 2 * limits.GROUP_MESSAGE_BYTES)
 
     def _send(self, command: RunStage, hidden: mx.array | None) -> None:
         message = memoryview(messages.encode(command))
@@ -214,6 +243,7 @@ class RemoteStage:
             raise MemberLost(MemberGone(f"{self.name} left the group: {error.message}")) from error
         if frame is None:
             return False
+        self._waiting.taken(frame)
         if frame.head.kind is Kind.KEPT:
             self.disk.take(self._decoded(frame, KeptTold))
         elif frame.head.kind is Kind.HOP_LOST:
@@ -241,7 +271,7 @@ class RemoteStage:
 
     def _take(self, entered: StagePass, frame: Frame) -> None:
         ran = self._decoded(frame, StageRan)
-        entered.done, entered.done_s = True, time.monotonic()
+        entered.done, entered.done_s, entered.kept = True, time.monotonic(), ran.kept
         if entered.sent_s and entered.command.wanted and not ran.skipped:
             self._note_times(entered, ran.seconds)
         command = entered.command
@@ -250,10 +280,11 @@ class RemoteStage:
         # A chunk of a prompt that was given up may be skipped, and its taps with it.
         if entered.dropped or (ran.skipped and not comes):
             return
-        rows = [command.tokens] * comes + [command.tapped] * len(command.taps)
-        sizes = [command.batch * count * self._row for count in rows]
+        sizes = self._answered(command)
         if ran.skipped or frame.head.sizes[1] != sum(sizes):
             raise MemberLost(ProtocolError(f"{self.name} sent no hidden states of {sum(sizes)} bytes."))
+        if command.hash_from < messages.ALL and not ran.kept:
+            raise MemberLost(ProtocolError(f"{self.name} sent no hash of what it keeps."))
         found, begins = [], 0
         for nbytes in sizes:
             data = np.frombuffer(frame.buffers[1], np.uint8, nbytes, begins)
@@ -291,10 +322,10 @@ class RemoteStage:
     def _place(self, head: FrameHeader) -> list[memoryview]:
         first, second = head.sizes
         # The thread that reads may be ahead of what was taken, never of what was sent.
-        most = limits.GROUP_STREAMS * limits.GROUP_TOKENS * self._row
         due = Kind.STAGED, Kind.KEPT, Kind.HOP_LOST
-        if head.kind not in due or first > limits.GROUP_MESSAGE_BYTES or second > most:
+        if head.kind not in due or first > limits.GROUP_MESSAGE_BYTES or second > self._largest:
             raise ProtocolError(
                 f"A {head.kind.name} of {first} and {second} bytes came where a STAGED was due."
             )
+        self._waiting.come(head)
         return [memoryview(bytearray(first)), memoryview(bytearray(second))]

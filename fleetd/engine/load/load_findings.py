@@ -8,7 +8,6 @@ doubt are kept too, until they have been measured again in idle time.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import msgspec
 from fleetd.engine.cpu import products
 from fleetd.engine.measure.calibrate import Measurement
 from fleetd.engine.protocol import Arithmetic
-from fleetd.engine.settings import GroupMember
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.storage.cached_results import CachedResult
 
@@ -51,32 +49,25 @@ class LoadFindings(msgspec.Struct, frozen=True):
 
 
 class FindingsKey(msgspec.Struct, frozen=True):
-    """Equal if a load would find the same. Nothing is stored if the ``model``'s digest is unknown.
-
-    ``members``: of a model over several machines, the layers that each other one has, and what these compute.
-    """
+    """Equal if a load would find the same. Nothing is stored if the ``model``'s digest is unknown."""
 
     model: VerdictKey
     beside: dict[str, str]
     exact: bool
-    members: list[tuple[int, int, str]] = []
     findings: int = FINDINGS_VERSION
 
     @classmethod
-    def now(cls, model: VerdictKey, members: Sequence[GroupMember] = ()) -> FindingsKey:
+    def now(cls, model: VerdictKey) -> FindingsKey:
         """The key of this process, as it would compute now."""
-        parts = [(member.first, member.last, member.arithmetic) for member in members]
         beside = {}
         for name in _BESIDE:
             with suppress(importlib.metadata.PackageNotFoundError):
                 beside[name] = importlib.metadata.version(name)
-        return cls(model, beside, products.exact(), parts)
+        return cls(model, beside, products.exact())
 
     def cached(self, cache: Path) -> CachedResult[LoadFindings]:
         """Where they are stored. ``cache``: the home's folder for what can be found out again."""
-        several = "-group" if self.members else ""
-        name = f"{self.model.digest[:32]}-{self.model.device}{several}.json"
-        return CachedResult(cache / _FOLDER / name if self.model.digest else None, self, LoadFindings)
+        return CachedResult(self.model.file(cache / _FOLDER), self, LoadFindings)
 
 
 class BlockBasis(msgspec.Struct, frozen=True):
@@ -104,7 +95,7 @@ def block_basis(key: FindingsKey, arithmetic: Arithmetic | None) -> bytes:
     the same in everything computes the same bytes.
     """
     model = key.model
-    if not model.digest or not all(computes for _, _, computes in key.members):
+    if not model.digest or not model.members_known:
         return b""
     text = arithmetic.text if arithmetic is not None else ""
     if not text or (model.device == "cpu" and not key.exact):

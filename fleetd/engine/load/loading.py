@@ -51,7 +51,7 @@ from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
 from fleetd.engine.sparse_prefill.sparse import Sparse
 from fleetd.engine.speculation.assistant_source import WorkerAssistant
 from fleetd.engine.speculation.block_source import WorkerBlocks
-from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
+from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, most_context, probe
 from fleetd.engine.speculation.hidden_source import WorkerDrafter
 from fleetd.engine.speculation.mtp_source import WorkerHead
 from fleetd.engine.speculation.verdicts import VerdictKey
@@ -165,8 +165,13 @@ def load(
     stats = manifest.part_stats(Path(settings.path))
     read = read_model(settings, config, device, room, report, members)
     key = FindingsKey.now(
-        VerdictKey.now(_digest(settings), device, accelerator_name(device), _versions(read, settings)),
-        settings.group,
+        VerdictKey.now(
+            _digest(settings),
+            device,
+            accelerator_name(device),
+            _versions(read, settings),
+            members=settings.group,
+        )
     )
     cached = key.cached(Path(settings.cache))
     found = _find_out(read, cached, report)
@@ -370,8 +375,11 @@ def _verdict(
     if (known := cached.find()) is not None:
         return known.at_pace(step_s)
     report(Loading("probing for exactness"))
-    plan = ProbePlan.of(read.device, step_s)
-    found = probe(read.model, vocab_size=read.vocab_size, context_tokens=read.context_tokens, plan=plan)
+    plan, most = ProbePlan.of(read.device, step_s), read.context_tokens
+    if settings.group:
+        # Other machines have promised no more, and none of them may be lost to a probe.
+        most = min(most, most_context(settings.group_tokens))
+    found = probe(read.model, vocab_size=read.vocab_size, context_tokens=most, plan=plan)
     cached.keep(found)
     return found
 

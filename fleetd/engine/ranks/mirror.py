@@ -26,7 +26,7 @@ class Mirror:
         self, stage: Stage, ring: Any, progress: PassProgress, most_bytes: int, connect: Connect
     ) -> None:
         self._stage, self._ring, self._progress, self._most_bytes = stage, ring, progress, most_bytes
-        self.rows = MemberRows(stage)
+        self.rows = MemberRows(stage, most_bytes=most_bytes)
         self._due: deque[RunStage] = deque()
         self._broken: FleetError | None = None
         self._pipe = connect(STAGE, _place)

@@ -61,12 +61,30 @@ class StateKind:
     stored = False
     # Attention reads it, and gives it keys and values in one call.
     attention = True
-    # A pass over two tokens can be taken back by one, whatever is in there.
-    widens = False
 
     def is_plain(self, cache: Any) -> bool:
         """``plain``; where one stands for several, of all of them."""
         return self.plain
+
+    def widens(self, cache: Any) -> bool:
+        """True if a pass over two tokens can be taken back by one, whatever is in there."""
+        return False
+
+    def repeats(self, cache: Any) -> bool:
+        """True if ``repeat`` can extend it, or if it is as large behind any context."""
+        return self.plain or self.needs_mark(cache)
+
+    def repeat(self, cache: Any, context: int, seed: int) -> None:
+        """Extend a cache that ``repeats`` and is not empty to ``context`` tokens: its rows again and again,
+        with a little noise, so that no two are equal. A running state stays as it is."""
+        if not self.plain:
+            return
+        keys = mx.random.split(mx.random.key(seed), 2)
+        made = [
+            _repeated(rows, context, key) for key, rows in zip(keys, cache.keys_and_values(), strict=True)
+        ]
+        self.fill(cache, made[0], made[1], context)
+        mx.eval(made)
 
     def has_rows(self, cache: Any) -> bool:
         """True if it has a row per token, so that it can be cut at any."""
@@ -189,7 +207,10 @@ class Rows(StateKind):
 
 
 class PlainRows(Rows):
-    plain = shared = stored = widens = True
+    plain = shared = stored = True
+
+    def widens(self, cache: Any) -> bool:
+        return True
 
     def cut(self, cache: Any, stored: int, tokens: int) -> Any:
         # Without the longer one's room to grow: it would count again in the copy's own entry.
@@ -375,7 +396,8 @@ class Several(StateKind):
 class BatchRows(StateKind):
     """The rows of several sequences at once."""
 
-    widens = True
+    def widens(self, cache: Any) -> bool:
+        return True
 
     def held(self, cache: Any) -> int:
         return write_index(cache)
@@ -414,3 +436,10 @@ def first_held(caches: Sequence[Any]) -> int | None:
 def all_plain(caches: Sequence[Any]) -> bool:
     """True if nothing but plain rows is kept."""
     return all(kind_of(cache).is_plain(cache) for cache in caches)
+
+
+def _repeated(rows: mx.array, context: int, key: mx.array) -> mx.array:
+    times = -(-context // rows.shape[2])
+    repeated = mx.concatenate([rows] * times, axis=2)[:, :, :context]
+    noise = mx.random.normal(repeated.shape, key=key).astype(repeated.dtype)
+    return repeated * (1 + noise / 8)

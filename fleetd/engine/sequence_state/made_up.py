@@ -56,27 +56,20 @@ def _ones(part: Any, tokens: int) -> tuple[mx.array, mx.array]:
     return keys, values
 
 
+def can_repeat(caches: Sequence[Any]) -> bool:
+    """True if ``repeat_rows`` can extend such caches."""
+    return all(kind_of(part).repeats(part) for part in all_parts(caches))
+
+
 def repeat_rows(caches: Sequence[Any], context: int, most_bytes: int) -> bool:
-    """Extend caches of a prompt to ``context`` tokens, in place: its rows again and again, with a little
-    noise, so that no two are equal. A running state is as large behind any context, and stays as it is.
+    """Extend caches of a prompt, which ``can_repeat``, to ``context`` tokens, in place: by
+    ``StateKind.repeat``.
 
-    False, and nothing is changed, if the rows would be larger than ``most_bytes``.
+    False, and nothing is changed, if what is on this machine would be larger than ``most_bytes``.
     """
-    in_rows = [part for part in all_parts(caches) if kind_of(part).plain]
-    if sizes(in_rows).of(context) > most_bytes:
+    parts = all_parts(caches)
+    if sizes(parts).of(context) > most_bytes:
         return False
-    for seed, part in enumerate(in_rows):
-        made = [
-            _repeated(rows, context, key)
-            for key, rows in zip(mx.random.split(mx.random.key(seed), 2), part.keys_and_values(), strict=True)
-        ]
-        kind_of(part).fill(part, made[0], made[1], context)
-        mx.eval(made)
+    for seed, part in enumerate(parts):
+        kind_of(part).repeat(part, context, seed)
     return True
-
-
-def _repeated(rows: mx.array, context: int, key: mx.array) -> mx.array:
-    times = -(-context // rows.shape[2])
-    repeated = mx.concatenate([rows] * times, axis=2)[:, :, :context]
-    noise = mx.random.normal(repeated.shape, key=key).astype(repeated.dtype)
-    return repeated * (1 + noise / 8)

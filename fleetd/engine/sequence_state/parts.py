@@ -30,6 +30,16 @@ def arrays(caches: Iterable[Any]) -> list[mx.array]:
     return [array for array in found if array is not None]
 
 
+def kept_from(caches: Iterable[Any], first: int) -> list[mx.array]:
+    """All keys and values of tokens from ``first`` on, where they lie by position, and the running states."""
+    found = []
+    for part in all_parts(caches):
+        kind = kind_of(part)
+        kept = [array for array in kind.kept(part) if array is not None]
+        found += kept if kind.needs_mark(part) else [rows[..., first:, :] for rows in kept]
+    return found
+
+
 def sizes(caches: Iterable[Any]) -> StateSizes:
     """What such caches take for any number of tokens; these hold a few."""
     return sum((kind_of(part).sizes(part) for part in all_parts(caches)), StateSizes(0))

@@ -11,6 +11,8 @@ are two rows wide as well, one family of kernels serves both:
 
 That reads the weights once, as one row does; what it costs beyond that is measured (``exactness_probe``).
 Answers of a batch share a pass, which has as many rows as there are answers and is not widened.
+
+Over several machines every machine computes both rows, and each takes the second one back.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from fleetd.engine.layers.hidden_states import NO_TAPS, Taps
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.kinds import kind_of
 
@@ -29,7 +32,7 @@ DEAREST = 1.02
 
 def can_widen(cache: list[Any]) -> bool:
     """True if a row can be taken back from each of these caches whatever is in them."""
-    return all(kind_of(layer).widens for layer in cache)
+    return all(kind_of(layer).widens(layer) for layer in cache)
 
 
 class WideSteps:
@@ -42,10 +45,21 @@ class WideSteps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:  # (1, 1) -> (1, 1, V)
-        if tokens.size > 1 or not can_widen(cache) or (rollback.held(cache) or 0) >= self._context:
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:  # (B, T) -> (B, T, V)
+        if not self._widens(tokens, cache):
             narrow: mx.array = self._model(tokens, cache=cache)
             return narrow
         logits: mx.array = self._model(mx.repeat(tokens, ROWS, axis=1), cache=cache)
         rollback.take_back(cache, ROWS - 1)
         return logits[:, :1]
+
+    def begin(self, tokens: mx.array, cache: list[Any], *, taps: Taps = NO_TAPS) -> Any:
+        """``GroupModel.begin``. What a step gives has ``ROWS`` rows, of which the first counts."""
+        if not self._widens(tokens, cache):
+            return self._model.begin(tokens, cache, taps=taps)
+        flight = self._model.begin(mx.repeat(tokens, ROWS, axis=1), cache, taps=taps)
+        rollback.take_back(cache, ROWS - 1)
+        return flight
+
+    def _widens(self, tokens: mx.array, cache: list[Any]) -> bool:
+        return tokens.size == 1 and can_widen(cache) and (rollback.held(cache) or 0) < self._context

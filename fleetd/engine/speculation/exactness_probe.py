@@ -3,10 +3,11 @@
     canonical    batch of one, a token per pass, as answers are decoded without drafts
     block        the same tokens, n per pass, on a cache of its own, as drafts are verified
 
-Compared are the raw bytes of the logits and of all keys and values, at contexts where kernels change. GPU
-kernels are chosen by the number of rows, so there every width is tried, and the verdict holds for contexts up
-to the largest one that was probed. Where the arithmetic is exact by construction (``cpu.py``, with MKL) a few
-widths stand for all, and so do the contexts at which its own sums are cut.
+Compared are the raw bytes of the logits and of all keys and values, at contexts where kernels change. Other
+machines of a group send a hash of what they keep. GPU kernels are chosen by the number of rows, so there
+every width is tried, and the verdict holds for contexts up to the largest one that was probed. Where the
+arithmetic is exact by construction (``cpu.py``, with MKL) a few widths stand for all, and so do the contexts
+at which its own sums are cut.
 
 If even blocks of two tokens have other bytes, single steps are tried two rows wide (``canonical_width``): if
 blocks have the bytes of those, and they cost next to nothing, answers are decoded so.
@@ -32,9 +33,9 @@ from fleetd.engine.cpu import products
 from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.sequence_state import batches, rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
-from fleetd.engine.sequence_state.kinds import ANY, kind_of
-from fleetd.engine.sequence_state.made_up import repeat_rows
-from fleetd.engine.sequence_state.parts import all_parts
+from fleetd.engine.sequence_state.kinds import ANY
+from fleetd.engine.sequence_state.made_up import can_repeat, repeat_rows
+from fleetd.engine.sequence_state.parts import kept_from
 from fleetd.engine.speculation.canonical_width import DEAREST, ROWS, WideSteps, can_widen
 
 # So that two steps lie on both sides of where sums over keys change their shape in cpu.py: fewer than COLUMNS
@@ -54,8 +55,10 @@ COMPUTED, COMPUTED_MOST = 32, 256
 MADE_UP_BYTES = 512 * limits.MIB
 # Steps of one row and of two that are timed in turn; the quickest of each are held against each other.
 PRICED_STEPS = 16
+# Rows by which mlx-lm's caches grow.
+_GROWTH = 256
 # Raised when a verdict of before would not be one any more: other comparisons, other arithmetic.
-PROBE_VERSION = 4
+PROBE_VERSION = 5
 
 
 class ProbePlan(msgspec.Struct, frozen=True):
@@ -107,6 +110,12 @@ class ExactnessVerdict(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(
             self, seconds={n: s * step_s / before_s for n, s in self.seconds.items()}
         )
+
+
+def most_context(tokens: int) -> int:
+    """The longest text of a probe that keeps no more rows than those of ``tokens``: what is behind a context
+    is there once, and twice more with room to grow."""
+    return (tokens - 2 * _GROWTH) // 3
 
 
 def probe(
@@ -244,7 +253,7 @@ class _Probing:
         logits = [self._pass(cache, [token])[0] for token in tokens]
         if batched:
             cache = batches.extracted(cache, 0)
-        return logits, _kept(cache, context, len(tokens))
+        return logits, self._kept(cache, context)
 
     def _blocks(
         self, base: list[Any], context: int, tokens: Sequence[int], width: int
@@ -264,7 +273,13 @@ class _Probing:
             elif undone:
                 rollback.return_to(cache, mark, len(rows))
                 self._pass(cache, tokens[at : at + len(rows) - undone])
-        return logits, _kept(cache, context, self._plan.steps)
+        return logits, self._kept(cache, context)
+
+    def _kept(self, cache: list[Any], first: int) -> list[mx.array]:
+        """All that is kept of tokens from ``first`` on; of what other machines keep, a hash. ``cache`` cannot
+        be used after that."""
+        hashes = getattr(self._model, "kept_hashes", None)
+        return [*kept_from(cache, first), *(hashes(cache, first) if hashes else ())]
 
     def _pass(self, cache: list[Any], tokens: Sequence[int]) -> list[mx.array]:
         inputs = mx.array([list(tokens)])
@@ -279,7 +294,7 @@ class _Probing:
     def _base(self, context: int) -> list[Any] | None:
         """A cache with ``context`` tokens, computed if short, else made up; None if it would be too large."""
         cache: list[Any] = make_prompt_cache(self._model)
-        can = all(kind_of(part).plain or kind_of(part).needs_mark(part) for part in all_parts(cache))
+        can = can_repeat(cache)
         computed = min(context, COMPUTED if can else COMPUTED_MOST)
         prompt = mx.array([[(31 * i + 7) % self._vocab_size for i in range(computed)]])
         with unread_logits():
@@ -290,17 +305,6 @@ class _Probing:
         if not can:
             return None
         return cache if repeat_rows(cache, context, MADE_UP_BYTES) else None
-
-
-def _kept(cache: list[Any], first: int, count: int) -> list[mx.array]:
-    """All keys and values of ``count`` tokens from ``first`` on, where they lie by position, and the running
-    states after them."""
-    arrays = []
-    for part in all_parts(cache):
-        kind = kind_of(part)
-        kept = [array for array in kind.kept(part) if array is not None]
-        arrays += kept if kind.needs_mark(part) else [rows[..., first : first + count, :] for rows in kept]
-    return arrays
 
 
 def _same(a: Sequence[mx.array], b: Sequence[mx.array]) -> bool:

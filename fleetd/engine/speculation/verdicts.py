@@ -1,19 +1,21 @@
 """Stored verdicts: a model is probed once on a machine, not at every load.
 
-One file per model and device. What passes took is stored as well, for the cost curve: it counts as shares of
-a single step, which is timed at every load.
+One file per model and device, and one more of the model over several machines: there the kernels of each
+machine decide, and the whole model's verdict says nothing. What passes took is stored as well, for the cost
+curve: it counts as shares of a single step, which is timed at every load.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from fleetd import __version__
+from fleetd.engine.settings import GroupMember
 from fleetd.engine.speculation.exactness_probe import PROBE_VERSION, ExactnessVerdict
 from fleetd.hardware.probe import cores
 from fleetd.storage.cached_results import CachedResult
@@ -21,6 +23,15 @@ from fleetd.storage.cached_results import CachedResult
 _FOLDER = "verdicts"
 # Variables by which BLAS and MLX choose their kernels, and how many threads share them.
 _PREFIXES = ("MKL_", "KMP_", "OMP_", "MLX_")
+
+
+class VerdictMember(msgspec.Struct, frozen=True):
+    """Another machine's part of the model, as ``GroupMember`` has it."""
+
+    first: int
+    last: int
+    arithmetic: str
+    kind: str
 
 
 class VerdictKey(msgspec.Struct, frozen=True):
@@ -39,6 +50,8 @@ class VerdictKey(msgspec.Struct, frozen=True):
     # Variables that choose kernels and threads. These and ``cores`` also decide what passes cost.
     environment: dict[str, str]
     cores: int
+    # The other machines that have layers of it.
+    members: list[VerdictMember] = []
     fleetd: str = __version__
     probe: int = PROBE_VERSION
 
@@ -50,12 +63,27 @@ class VerdictKey(msgspec.Struct, frozen=True):
         accelerator: str,
         versions: dict[str, str],
         environ: Mapping[str, str] = os.environ,
+        *,
+        members: Sequence[GroupMember] = (),
     ) -> VerdictKey:
         """The key of this process, as it would compute now."""
         chosen = {name: value for name, value in environ.items() if name.startswith(_PREFIXES)}
-        return cls(digest, device, accelerator, platform.platform(), versions, chosen, cores())
+        parts = [VerdictMember(each.first, each.last, each.arithmetic, each.kind) for each in members]
+        return cls(digest, device, accelerator, platform.platform(), versions, chosen, cores(), parts)
+
+    @property
+    def members_known(self) -> bool:
+        """False if another machine has not told how it computes."""
+        return all(member.arithmetic and member.kind for member in self.members)
+
+    def file(self, folder: Path) -> Path | None:
+        """A file in ``folder`` of this model, device, and being whole or over machines; None if the model's
+        digest is unknown."""
+        several = "-group" if self.members else ""
+        return folder / f"{self.digest[:32]}-{self.device}{several}.json" if self.digest else None
 
     def cached(self, cache: Path) -> CachedResult[ExactnessVerdict]:
-        """Where the verdict is stored. ``cache``: the home's folder for what can be found out again."""
-        name = f"{self.digest[:32]}-{self.device}.json"
-        return CachedResult(cache / _FOLDER / name if self.digest else None, self, ExactnessVerdict)
+        """Where the verdict is stored: nowhere if the digest, or how a member computes, is unknown.
+        ``cache``: the home's folder for what can be found out again."""
+        file = self.file(cache / _FOLDER) if self.members_known else None
+        return CachedResult(file, self, ExactnessVerdict)

@@ -1,6 +1,6 @@
 """One group seen from the machine that answers: which machines hold what, and whether they still do.
 
-    planned ──► of a model that is here in part: all fetch their layers at once
+    planned ──► who lacks layers fetches them, all at once
         ──► each promises memory in turn ──► all at once: layers are loaded
         and streams are opened ──► members open streams to each other
         ──► the engine here has the streams ──► watched
@@ -160,6 +160,7 @@ class FleetGroup:
         self._promise_here, self._promised = promise_here, ExitStack()
         self._is_promised = False
         self._engine: EngineProcess | None = None
+        self._closed = False
         self._failed = failed
         self._all_joined = asyncio.Event()
         self._hops = hops or KnownHops()
@@ -174,7 +175,10 @@ class FleetGroup:
 
     @property
     def members(self) -> tuple[GroupMember, ...]:
-        return tuple(replace(held.member, arithmetic=held.layers, direct=self._direct) for held in self._held)
+        return tuple(
+            replace(held.member, arithmetic=held.layers, kind=held.arithmetic, direct=self._direct)
+            for held in self._held
+        )
 
     @property
     def tokens(self) -> int:
@@ -196,6 +200,7 @@ class FleetGroup:
         Raises as ``form``, and Incompatible if one computes otherwise.
         """
         new = [held for held in self._held if held.part.machine.node_id in self._new]
+        await gather_or_cancel(*(self._have_fetched(held, _untold) for held in new if self._fetches(held)))
         for held in sorted(new, key=lambda held: held.part.machine.node_id):
             await self._begin(held, _untold)
         await gather_or_cancel(*(self._open(held, _untold) for held in new))
@@ -210,11 +215,10 @@ class FleetGroup:
         """Have every member load its layers, and open the streams to them. Raises the first failure, naming
         its machine: GroupLost, OutOfMemory, or ModelError if others would do no better."""
         self.on_form()
-        if self._bring is not None:
-            await gather_or_cancel(
-                self._fetch(told), *(self._have_fetched(held, told) for held in self._held)
-            )
-            self._own = None
+        # No memory is promised while bytes come, which may take hours.
+        fetching = [held for held in self._held if held.stream is None and self._fetches(held)]
+        await gather_or_cancel(self._fetch(told), *(self._have_fetched(held, told) for held in fetching))
+        self._own = None
         # In this order on all machines: of two groups one is promised all that it needs.
         for held in sorted(self._held, key=lambda held: held.part.machine.node_id):
             if held.part.machine.node_id > self._partners.node_id:
@@ -239,6 +243,9 @@ class FleetGroup:
 
     def close(self) -> None:
         """The members may let go of their layers; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         self._promised.close()
         if self._engine is not None and isinstance(self._engine.error, MembersApart):
             self._hops.broke(self._pairs)
@@ -265,7 +272,9 @@ class FleetGroup:
         with self._forming(held):
             held.stream = self._asked(held, messages.SERVE)
             self._expect(held)
-            await self._hear(held, held.stream, told)
+            # It fetches layers first that it was thought to have.
+            while held.stage != messages.PROMISED:
+                await self._hear(held, held.stream, told)
 
     def _asked(self, held: _AskedMember, method: str) -> PeerStream:
         part = held.part
@@ -281,14 +290,21 @@ class FleetGroup:
         )
         return self._partners.request(part.machine.node_id, method, messages.encode(ask))
 
-    # ---- layers that nobody has yet ------------------------------------------------------------------------
+    # ---- layers that machines lack -------------------------------------------------------------------------
+
+    def _fetches(self, held: _AskedMember) -> bool:
+        """True if a member may have to fetch its layers."""
+        return self._bring is not None or held.part.machine.can_fetch is not None
 
     async def _have_fetched(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
-        """Until a member has its layers: from the hub or, if it does not reach that, through this machine."""
+        """Until a member has its layers: from this machine or, of a model that is here in part, from the hub,
+        and through this machine if it does not reach that."""
         with self._forming(held):
             try:
                 await self._fetching(held, told)
             except DownloadFailed as error:
+                if self._bring is None:
+                    raise
                 failed = error
             else:
                 return

@@ -1,12 +1,12 @@
 """How machines agree on one model over them: a request per member on its session, opened by the machine that
 answers, which stays open for as long as the model is loaded.
 
-    → FETCH   StageQuestion           of a model that the machine that answers has in part: which layers, and
-                                      where they are on the hub
+    → FETCH   StageQuestion           to a machine that lacks layers: which, and where they are on the hub if
+                                      the machine that answers has the model in part
     ← StageTold*                      how far that is; the end says that they are there
 
     → SERVE   StageQuestion           which layers, and for how many tokens
-    ← StageTold                       there is memory for them
+    ← StageTold                       there is memory for them (PROMISED)
     ← StageTold*                      they are loaded; the last one says where the stream is expected
     ← b""*                            they stay
 
@@ -36,6 +36,8 @@ from fleetd.requests.remote import message_codec
 from fleetd.requests.remote.message_codec import Digest, ModelName, RequestId
 
 FETCH, SERVE, LINK = "group.fetch", "group.serve", "group.link"
+# The stage of a machine that has promised the memory, and loads the layers next.
+PROMISED = "promised"
 
 _Layer = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]

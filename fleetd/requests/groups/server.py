@@ -1,6 +1,6 @@
 """Holding layers of other machines' models: what a member may ask for, and how long they stay here.
 
-    to FETCH ──► layers fetched, all that is asked for
+    to FETCH ──► layers fetched if they are not here
     StageQuestion ──► digest checked, layers fetched if they are not here ──► memory promised
         ──► loaded beside what runs ──► StageTold with a stream ──► stream to the engine ──► alive, alive …
     LinkQuestion ──► a stream to or from another member ──► to the engine
@@ -162,7 +162,7 @@ class StageServer:
         n_bytes = await file_threads.look(self._need, folder, ask)
         held = partial(self._lent.held_of, folder, ask.first, ask.last)
         with self._promised.promise(layers, n_bytes, self._free_bytes() + held(), held):
-            yield StageTold("promised")
+            yield StageTold(messages.PROMISED)
             async with aclosing(self._loaded(peer, ask, folder, loading)) as told:
                 async for message in told:
                     yield message
