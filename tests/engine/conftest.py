@@ -145,7 +145,7 @@ def cpu_installed(on_cpu: None) -> Iterator[None]:
         if name.startswith("mlx_lm.models.") and hasattr(m, "swiglu")
     }
     stock = {name: getattr(mx.fast, name) for name in ("scaled_dot_product_attention", "rms_norm", "rope")}
-    linear, head = nn.Linear.__call__, nn.Embedding.as_linear
+    matmul, linear, head = mx.matmul, nn.Linear.__call__, nn.Embedding.as_linear
     windows = [
         (cache, name, getattr(cache, name))
         for cache in (RotatingKVCache, BatchRotatingKVCache)
@@ -156,7 +156,7 @@ def cpu_installed(on_cpu: None) -> Iterator[None]:
     mx.enable_compile()
     for name, function in stock.items():
         setattr(mx.fast, name, function)
-    nn.Linear.__call__, nn.Embedding.as_linear = linear, head
+    mx.matmul, nn.Linear.__call__, nn.Embedding.as_linear = matmul, linear, head
     for cache, name, function in windows:
         setattr(cache, name, function)
     for module, function in modules.items():

@@ -99,6 +99,20 @@ def test_masks_it_does_not_know_are_left_to_mlx() -> None:
 
 
 @pytest.mark.usefixtures("cpu_installed")
+@pytest.mark.parametrize("D", [64, 128])
+def test_small_products_have_the_same_bits_however_many_tokens_have_one_each(D: int) -> None:
+    """As Gemma 3n multiplies the four hidden states of a token: in views whose rows lie the further apart the
+    more tokens there are."""
+    hidden, weights = mx.array(draw(D, 4, 1, 6, D)), mx.array(draw(1, 1, 6, 4, 4)).transpose(0, 1, 3, 2)
+    together = np.array(mx.matmul(hidden.transpose(1, 2, 3, 0), weights))
+    alone = [
+        np.array(mx.matmul((hidden[:, :, t : t + 1] + 0).transpose(1, 2, 3, 0), weights[:, t : t + 1]))
+        for t in range(6)
+    ]
+    assert np.concatenate(alone, axis=1).tobytes() == together.tobytes(), CHANGED
+
+
+@pytest.mark.usefixtures("cpu_installed")
 @pytest.mark.parametrize(("H", "K", "D"), SHAPES)
 def test_attention_in_any_chunks_has_the_same_bits(H: int, K: int, D: int) -> None:
     S = 1030

@@ -19,8 +19,8 @@ from fleetd.engine.cpu.rotary import rotation
 
 
 def install() -> None:
-    """Replace MLX's attention, RMS norm, rotary embedding and linear layers, and mlx-lm's ``swiglu`` and what
-    its sliding windows hand out. Once, on a CPU device.
+    """Replace MLX's attention, RMS norm, rotary embedding, ``matmul`` and linear layers, and mlx-lm's
+    ``swiglu`` and what its sliding windows hand out. Once, on a CPU device.
 
     Also turns off ``mx.compile``, which on a CPU runs the system's C++ compiler for half a second for every
     new constant (each ``top_p`` a client thinks of), and loads what it built from a well-known place in /tmp.
@@ -29,6 +29,7 @@ def install() -> None:
     mx.fast.scaled_dot_product_attention = _attention(mx.fast.scaled_dot_product_attention)
     mx.fast.rms_norm = _rms_norm(mx.fast.rms_norm)
     mx.fast.rope = _rope(mx.fast.rope)
+    mx.matmul = _matmul(mx.matmul)
     stock_linear = nn.Linear.__call__
 
     def linear(self: nn.Linear, x: mx.array) -> mx.array:
@@ -48,6 +49,18 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models.") and getattr(module, "swiglu", None) is stock_swiglu:
             module.swiglu = fast_swiglu  # type: ignore[attr-defined]
+
+
+def _matmul(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Products of many small matrices: on AMD's processors MKL adds in an order that depends on how far apart
+    a matrix's rows lie, which in a view goes by how many tokens there are."""
+
+    def matmul(a: mx.array, b: mx.array, **rest: Any) -> mx.array:
+        if a.ndim > 2 and b.ndim > 2 and a.dtype == b.dtype == mx.float32:
+            a, b = mx.contiguous(a), mx.contiguous(b)
+        return stock(a, b, **rest)
+
+    return matmul
 
 
 def _attention(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
