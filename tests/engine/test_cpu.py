@@ -113,6 +113,20 @@ def test_small_products_have_the_same_bits_however_many_tokens_have_one_each(D: 
 
 
 @pytest.mark.usefixtures("cpu_installed")
+@pytest.mark.parametrize("padding", [1, 22, 29, 33])
+def test_a_sequence_in_a_batch_with_scores_that_are_added_has_the_bits_it_has_alone(padding: int) -> None:
+    """As DeepSeek's latent attention adds the scores of its rotated part."""
+    q, k = mx.array(draw(1, 2, 4, 1, 32)), mx.array(draw(2, 2, 1, padding + 9, 32))
+    added = mx.array(draw(3, 2, 4, 1, padding + 9))
+    hidden = (mx.arange(padding + 9) < padding)[None, None, None] & (mx.arange(2) == 1)[:, None, None, None]
+    mask = mx.where(hidden, mx.finfo(mx.float32).min, added)
+    both = mx.fast.scaled_dot_product_attention(q, k, k, scale=0.2, mask=mask)
+    own = k[1:, :, padding:]
+    alone = mx.fast.scaled_dot_product_attention(q[1:], own, own, scale=0.2, mask=added[1:, ..., padding:])
+    assert np.array(both[1:]).tobytes() == np.array(alone).tobytes(), CHANGED
+
+
+@pytest.mark.usefixtures("cpu_installed")
 @pytest.mark.parametrize(("H", "K", "D"), SHAPES)
 def test_attention_in_any_chunks_has_the_same_bits(H: int, K: int, D: int) -> None:
     S = 1030

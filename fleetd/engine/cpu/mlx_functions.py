@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models import activations, switch_layers
 
 from fleetd.engine.cpu import computed, products, row_functions, windows
@@ -83,9 +84,39 @@ def _attention(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
             out = products.scaled_dot_product_attention(view(q), view(k), view(v), scale, rows, of_head)
             if out is not None:
                 return computed.array(out)
+            if isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[0] == q.shape[0] > 1:
+                return _row_by_row(stock, q, k, v, scale, mask, sinks)
         return stock(q, k, v, scale=scale, mask=mask, sinks=sinks, **rest)
 
     return attention
+
+
+def _row_by_row(
+    stock: Callable[..., mx.array],
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    mask: mx.array,  # (B, H, T, S), added to the scores
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attention of several sequences, each without its left padding, which would move its sums: on AMD's
+    processors MKL adds in another order then."""
+    seen = view(mask) > np.finfo(np.float32).min
+    starts = seen.any(axis=(1, 2)).argmax(axis=1).tolist()
+    return mx.concatenate(
+        [
+            stock(
+                q[b : b + 1],
+                k[b : b + 1, :, at:],
+                v[b : b + 1, :, at:],
+                scale=scale,
+                mask=mask[b : b + 1, ..., at:],
+                sinks=sinks,
+            )
+            for b, at in enumerate(starts)
+        ]
+    )
 
 
 def _rms_norm(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
