@@ -143,12 +143,13 @@ def test_a_prompt_is_shortened_as_a_text_that_two_machines_read_sooner(ready: Li
         found.extend(trace for trace in traces if trace["id"].startswith(got["id"]))
         return bool(found)
 
-    until(written, 10)
+    until(written)
     trace = found[0]
     assert (trace["outcome"], trace["chosen"]["form"]) == ("smart", "text"), trace
     assert trace["answered_by"] or trace["chosen"]["prefill"] in ("layers", "tokens", "whole")
     (passed,) = [loser for loser in trace["losers"] if loser["form"] == "sparse"]
-    assert (passed["code"], passed["nodes"][-1]) == ("slower", "this")
+    # Which machine would have read it sparsely goes by what beta has loaded.
+    assert passed["code"] == "slower"
     # Without others it is read at its own places.
     request = asked(model=SMOL, smart_prefill=wanted, local_only=True)
     request["messages"][1]["content"] = haystack(114, 50)
