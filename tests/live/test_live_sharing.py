@@ -136,15 +136,7 @@ def test_a_prompt_is_shortened_as_a_text_that_two_machines_read_sooner(ready: Li
     headers, got = post(alpha, "/v1/chat/completions", asked(model=SMOL, smart_prefill=wanted))
     assert (headers["x-smartprefill-mode"], headers["x-fleet-exactness"]) == ("text", "lossy")
     assert "48213" in got["choices"][0]["message"]["content"]
-    found: list[dict[str, Any]] = []
-
-    def written() -> bool:
-        traces = alpha.control("GET", "/fleet/v1/traces?last=20")["traces"]
-        found.extend(trace for trace in traces if trace["id"].startswith(got["id"]))
-        return bool(found)
-
-    until(written)
-    trace = found[0]
+    trace = alpha.trace(headers["x-fleet-request"])
     assert (trace["outcome"], trace["chosen"]["form"]) == ("smart", "text"), trace
     assert trace["answered_by"] or trace["chosen"]["prefill"] in ("layers", "tokens", "whole")
     (passed,) = [loser for loser in trace["losers"] if loser["form"] == "sparse"]
