@@ -37,6 +37,12 @@ MLX_CACHE_PART = 16
 # The prefix cache's share of the memory that a model leaves: old prompts must not starve new ones.
 PREFIX_SHARE = 0.25
 
+# ---- Images ----------------------------------------------------------------------------------------------
+# Of one conversation: agents that look at screenshots send some dozens.
+IMAGES = 64
+# A camera's picture has 12 to 50 million pixels; decoded, each takes three bytes and some for the reader.
+IMAGE_PIXELS = 64 * 1024 * 1024
+
 # ---- HTTP ------------------------------------------------------------------------------------------------
 # Agent transcripts with inlined files reach tens of megabytes; above that it is a mistake or an attack.
 HTTP_BODY_BYTES = 64 * MIB

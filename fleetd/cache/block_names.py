@@ -17,6 +17,9 @@ from fleetd import limits
 
 _LENGTH = struct.Struct("<Q")
 _TOKENS = struct.Struct(f"<{limits.CACHE_BLOCK_TOKENS}i")
+# With rows of images, whose numbers are longer.
+_LONG = struct.Struct(f"<{limits.CACHE_BLOCK_TOKENS}q")
+_LONG_FROM = 2**31
 
 
 @dataclass
@@ -46,8 +49,9 @@ def names(basis: bytes, namespace: str, tokens: Sequence[int]) -> list[bytes]:
     before = hashlib.sha256(b"fleetd kv 1" + _LENGTH.pack(len(basis)) + basis + head).digest()
     found: list[bytes] = []
     for start in range(0, whole_blocks(len(tokens)) * limits.CACHE_BLOCK_TOKENS, limits.CACHE_BLOCK_TOKENS):
-        packed = _TOKENS.pack(*tokens[start : start + limits.CACHE_BLOCK_TOKENS])
-        before = hashlib.sha256(before + packed).digest()
+        block = tokens[start : start + limits.CACHE_BLOCK_TOKENS]
+        form = _TOKENS if max(block) < _LONG_FROM else _LONG
+        before = hashlib.sha256(before + form.pack(*block)).digest()
         found.append(before)
     return found
 

@@ -73,9 +73,9 @@ class StateSizes(msgspec.Struct, frozen=True, omit_defaults=True):
 class ModelShape(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a model is: the same on every machine that runs the same files in the same precision.
 
-    The first three figures, its purpose and its vectors' width are in its files. A load finds out the others,
-    which are 0 or empty before. Bytes are over the layers that are held: all of them, but in a worker that
-    only helps.
+    The first three figures, its purpose, its vectors' width and whether it reads images are in its files. A
+    load finds out the others, which are 0 or empty before. Bytes are over the layers that are held: all of
+    them, but in a worker that only helps.
     """
 
     # The ``model_type`` of its config.
@@ -111,6 +111,8 @@ class ModelShape(msgspec.Struct, frozen=True, omit_defaults=True):
     purpose: ModelPurpose = "chat"
     # Numbers in a vector of a text; 0 if its purpose is another.
     vector_width: Count = 0
+    # Whether prompts may have images in them.
+    images: bool = False
     # Bits of a number of the keys and values that are held; 0 if they are held as they are computed.
     kv_bits: KvBits = 0
     # The same for people, with what is left out; "" if nothing else was asked for.

@@ -65,14 +65,24 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
+# A message as chat templates know it. Beside what they read, one of a user's may have IMAGES.
+Message = dict[str, Any]
+IMAGES = "images"
+# (characters of the message's content before it, the image's file)
+ImageAt = tuple[Natural, bytes]
+ImageList = Annotated[list[ImageAt], Meta(max_length=limits.IMAGES)]
+
+
 class ChatPrompt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Messages to be rendered by the model's own chat template (sandboxed, in the worker).
+
+    A message may have an ``ImageList`` under IMAGES, ascending by place.
 
     ``cache_marks``: (index of a message, characters of its content) after which the client expects that its
     next requests go on. They change no token.
     """
 
-    messages: Annotated[list[dict[str, Any]], Meta(max_length=limits.MESSAGES)]
+    messages: Annotated[list[Message], Meta(max_length=limits.MESSAGES)]
     tools: Annotated[list[dict[str, Any]], Meta(max_length=limits.TOOLS)] | None = None
     # "auto" lets the model decide; "none" hides the tools; with "required" and {"name": ...} the answer is
     # calls of tools.
@@ -84,6 +94,12 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     strict_tools: dict[str, ConstraintText] = {}
     # Whether one answer may call several tools.
     parallel_calls: bool = True
+
+
+    @property
+    def has_images(self) -> bool:
+        """True if one of the messages has images."""
+        return any(IMAGES in message for message in self.messages)
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -341,6 +341,8 @@ class Front:
                 borders=loaded.keeps_states and not request.count_only,
                 model=self._model,
                 grammars=loaded.grammars,
+                images=loaded.images,
+                imageless=loaded.imageless,
             )
         # Files that fleetd did not pull are hashed while their model is in use already.
         loaded.basis.look()

@@ -12,6 +12,7 @@ from fleetd import limits
 from fleetd.control.model_facts import ModelPurpose, ModelShape
 from fleetd.errors import ModelCorrupt
 from fleetd.models import vector_files
+from fleetd.models.images import has_encoder, reads_images
 from fleetd.models.json_files import PULL_AGAIN, read_json
 from fleetd.models.opening import open_regular
 from fleetd.models.weights import missing_weights, weight_files
@@ -44,6 +45,8 @@ class ModelFolder(msgspec.Struct, frozen=True):
     purpose: ModelPurpose = "chat"
     # Numbers in a vector of a text; 0 if its purpose is another.
     vector_width: int = 0
+    # Whether prompts may have images in them.
+    images: bool = False
 
     @property
     def shape(self) -> ModelShape:
@@ -54,6 +57,7 @@ class ModelFolder(msgspec.Struct, frozen=True):
             self.longest_text if self.purpose != "chat" else self.context_tokens,
             purpose=self.purpose,
             vector_width=self.vector_width,
+            images=self.images,
         )
 
     @property
@@ -119,4 +123,5 @@ def read_folder(path: Path, *, name: str, source: Source, revision: str | None) 
         created_s=max(stat.st_mtime for stat in stats),
         purpose=purpose,
         vector_width=vector_files.width_or_none(path, config) if purpose == "embedding" else 0,
+        images=purpose == "chat" and reads_images(config) and has_encoder(path),
     )

@@ -40,6 +40,9 @@ class Prefiller:
     ``hidden``: what those ``hidden_layers`` give for the prompt's last tokens, at most
     ``limits.SPEC_HIDDEN_ROWS`` of them, as far as they are computed here: for each chunk the first such
     token, and by layer (rows, D).
+
+    ``embedded``: what stands for some of the prompt's tokens in the place of their embeddings: given a chunk
+    (1, n) and its first place, the embeddings (1, n, D), or None if the model's own serve. None: they all do.
     """
 
     model: Any
@@ -50,6 +53,7 @@ class Prefiller:
     state_bytes: int = 0
     borders: Sequence[int] = ()
     hidden_layers: tuple[int, ...] = ()
+    embedded: Callable[[mx.array, int], mx.array | None] | None = None
     hidden: list[tuple[int, dict[int, mx.array]]] = field(default_factory=list, init=False)
     states: dict[int, list[Any]] = field(default_factory=dict, init=False)
     # Hidden states that are on their way, with their first token: by layer, (1, rows, D).
@@ -80,11 +84,12 @@ class Prefiller:
         if self._places:
             n = min(n, self._places[0] - self.done)
         chunk = mx.array(self.tokens[self.done : self.done + n])[None]  # (1, n)
+        given = self.embedded(chunk, self.done) if self.embedded is not None else None
         with growth.at_once(self.cache, self.remaining):
             if self.score is None and self.remaining - n < limits.SPEC_HIDDEN_ROWS and self.hidden_layers:
-                self._read_noting(chunk)
+                self._read_noting(chunk, given)
             elif self.score is None:
-                read(self.model, chunk, self.cache, self.remaining)
+                read(self.model, chunk, self.cache, self.remaining, given)
             else:
                 logits = self.model(chunk, cache=self.cache)[0].astype(mx.float32)  # (n, V)
                 self.score(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
@@ -97,7 +102,7 @@ class Prefiller:
         give_back(done=not self.remaining)
         return n
 
-    def _read_noting(self, chunk: mx.array) -> None:
+    def _read_noting(self, chunk: mx.array, given: mx.array | None) -> None:
         """``read`` a chunk that has some of the last tokens, and note their hidden states."""
         first = max(0, len(self.tokens) - 1 - limits.SPEC_HIDDEN_ROWS - self.done)
         if hasattr(self.model, "read"):
@@ -107,7 +112,7 @@ class Prefiller:
             self._coming.append((self.done + first, flight.states))
             return
         with noted_states(self.model, self.hidden_layers) as states, unread_logits(states_are_read=True):
-            self.model(chunk, cache=self.cache)
+            self.model(chunk, cache=self.cache, **_instead(given))
         found = {layer: noted[0][0, first:] for layer, noted in states.items() if noted}
         mx.eval(found)
         self.hidden.append((self.done + first, found))
@@ -126,16 +131,26 @@ class Prefiller:
             del self.states[min(self.states)]
 
 
-def read(model: Any, tokens: mx.array, cache: list[Any], room: int) -> None:
+def read(
+    model: Any, tokens: mx.array, cache: list[Any], room: int, embeddings: mx.array | None = None
+) -> None:
     """Have ``cache`` hold what a model keeps of ``tokens`` (1, n), behind which ``room`` - n follow. Lazy.
 
     A model over several machines would wait for logits that nobody wants.
+
+    Args:
+        embeddings: (1, n, D), in the place of those of the tokens; None: theirs. Not for such a model.
     """
     if hasattr(model, "read"):
         model.read(tokens, cache, room)
     else:
         with unread_logits():
-            model(tokens, cache=cache)
+            model(tokens, cache=cache, **_instead(embeddings))
+
+
+def _instead(embeddings: mx.array | None) -> dict[str, mx.array]:
+    """The argument of mlx-lm's models for embeddings in the place of the tokens' own."""
+    return {} if embeddings is None else {"input_embeddings": embeddings}
 
 
 def give_back(*, done: bool) -> None:

@@ -55,6 +55,7 @@ from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePla
 from fleetd.engine.speculation.hidden_source import WorkerDrafter
 from fleetd.engine.speculation.mtp_source import WorkerHead
 from fleetd.engine.speculation.verdicts import VerdictKey
+from fleetd.engine.vision.image_reader import ImageReader
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models import digest as digests
 from fleetd.models import hub_parts, manifest
@@ -144,6 +145,9 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     grammars: Grammars
     # What drafts from the model's hidden states; None if nothing does.
     head: WorkerDrafter | None
+    # What it reads images with; None if it reads none, for the reason ``imageless`` if there is one.
+    images: ImageReader | None
+    imageless: str
 
 
 def load(
@@ -201,6 +205,8 @@ def load(
         keeps_states=checkpoints.needed(make_prompt_cache(read.model)),
         grammars=Grammars(read.tokenizer, read.vocab_size),
         head=head,
+        images=read.images,
+        imageless=read.imageless,
     )
 
 
@@ -289,6 +295,7 @@ def _ready(
         kv_bits=read.held.bits,
         kv_held=read.held.text,
         sparse_tail=found.sparse.tail if found.sparse else 0,
+        images=read.images is not None,
     )
     if sharable is not None:
         shape = sharable.described(shape)

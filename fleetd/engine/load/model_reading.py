@@ -46,12 +46,14 @@ from fleetd.engine.sequence_state.kinds import StateKind, kind_of
 from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.sequence_state.parts import sizes as sizes_of
 from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.vision.image_reader import ImageReader, read_image_reader
 from fleetd.errors import ModelCorrupt, ModelRefused, ModelUnsupported, OutOfMemory
 from fleetd.hardware import memory, mlx_device
 from fleetd.hardware.device_facts import DeviceFacts
 from fleetd.models import digest as digests
 from fleetd.models.drafter_kinds import drafter_kind
 from fleetd.models.heads import check_target
+from fleetd.models.images import reads_images
 from fleetd.models.memory_need import (
     TOKEN_TABLES,
     WeightRules,
@@ -85,10 +87,14 @@ class ReadModel(msgspec.Struct, frozen=True):
     head: HiddenDrafter | None = None
     headless: str = ""
     held: RowPrecision = RowPrecision()
+    # What it reads images with; None if it reads none. ``imageless`` says why what there is cannot be used.
+    images: ImageReader | None = None
+    imageless: str = ""
 
     @property
     def weights_bytes(self) -> int:
-        return weights_bytes(self.model) + (0 if self.head is None else weights_bytes(self.head))
+        beside = (self.head, self.images)
+        return weights_bytes(self.model) + sum(weights_bytes(each) for each in beside if each is not None)
 
     @property
     def dtype(self) -> str:
@@ -149,7 +155,8 @@ def read_model(
     # Hub caches hold links; the size that counts is the target's.
     on_disk = sum(file.stat().st_size for file in Path(settings.path).glob("model*.safetensors"))
     weights = HeldWeights.of(settings, config, device, room, on_disk)
-    model, tokenizer, head, headless = _read(settings, config, weights, room, report, members)
+    files = _read(settings, config, weights, room, report, members)
+    model = files.model
     if members is not None:
         report(Loading(CONNECTING))
         members.join(model)
@@ -158,16 +165,18 @@ def read_model(
     sizes = warm_up(model)
     return ReadModel(
         model,
-        tokenizer,
+        files.tokenizer,
         config,
         device,
         weights.arithmetic,
         sizes,
         _vocab_size(model),
         context_tokens(config),
-        head,
-        headless,
+        files.head,
+        files.headless,
         held,
+        files.images,
+        files.imageless,
     )
 
 
@@ -234,6 +243,17 @@ class HeldWeights(msgspec.Struct, frozen=True):
         return weights_bytes(model)
 
 
+class _ReadFiles(msgspec.Struct, frozen=True):
+    """The model, its tokenizer, its head, what it reads images with, and why there is none of these two."""
+
+    model: Any
+    tokenizer: Any
+    head: HiddenDrafter | None
+    headless: str
+    images: ImageReader | None
+    imageless: str
+
+
 def _read(
     settings: WorkerSettings,
     config: dict[str, Any],
@@ -241,9 +261,8 @@ def _read(
     room: MemoryBudget,
     report: Callable[[Loading], None],
     members: GroupMembers | None,
-) -> tuple[Any, Any, HiddenDrafter | None, str]:
-    """The model, its tokenizer, its head, and why one is not used. Raises OutOfMemory before reading what
-    does not fit."""
+) -> _ReadFiles:
+    """What is in a model's files, in memory. Raises OutOfMemory before reading what does not fit."""
     path, on_disk = Path(settings.path), weights.on_disk
     if not settings.group:
         admit_weights(settings.name, weights.expected, room)
@@ -257,6 +276,7 @@ def _read(
         model = lazy_model(place, config)
         # A head is built as a layer of the whole model, wherever that layer is.
         head, headless = _lazy_head(settings, place, model)
+        images, imageless = _lazy_images(settings, place, config)
         if isinstance(members, RankMembers):
             model = members.divided(model)
         elif settings.group:
@@ -264,6 +284,13 @@ def _read(
         tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
         needed = weights.bytes_of(model, tied=tied)
         admit_weights(settings.name, needed, room)
+        if images is not None:
+            try:
+                seen = products.float32_bytes(images) if weights.device == "cpu" else weights_bytes(images)
+                admit_weights(settings.name, needed + seen, room)
+                needed += seen
+            except OutOfMemory:
+                images, imageless = None, "There is no memory for what it reads images with."
         if head is not None:
             try:
                 more = weights.bytes_of(head, tied=False, drafts=True)
@@ -273,12 +300,30 @@ def _read(
         if isinstance(model, RankModel):
             dividing.read_singly(model)
         weights.hold(model)
+        if images is not None:
+            if weights.device == "cpu":
+                products.to_float32(images)
+            mx.eval(images.parameters())
         if head is not None:
             weights.hold(head, drafts=True)
             head.attach(model.front if isinstance(model, GroupModel) else Stage.of(model))
         report(Loading("reading", on_disk, on_disk))
         report(Loading("reading the tokenizer"))
-        return model, reading.result(), head, headless
+        return _ReadFiles(model, reading.result(), head, headless, images, imageless)
+
+
+def _lazy_images(
+    settings: WorkerSettings, place: Path, config: dict[str, Any]
+) -> tuple[ImageReader | None, str]:
+    """What the model reads images with, with none of its weights read yet, and why it cannot be used."""
+    if not reads_images(config):
+        return None, ""
+    if settings.group or settings.ring is not None:
+        return None, "Over several machines it reads text only."
+    try:
+        return read_image_reader(place, config), ""
+    except (ModelCorrupt, ModelUnsupported) as error:
+        return None, error.message[: limits.CARD_TEXT_CHARS]
 
 
 def _lazy_head(settings: WorkerSettings, place: Path, model: Any) -> tuple[HiddenDrafter | None, str]:

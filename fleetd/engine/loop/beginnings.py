@@ -151,7 +151,8 @@ class Beginnings:
         """Tell the daemon which blocks a prompt fills, if it wants that: other machines may ask for them,
         unless it began with what came from one."""
         request = sequence.prepared.request
-        if self.disk is not None and request.tells_blocks and not request.local_only:
+        told = request.tells_blocks and not request.local_only and sequence.prepared.images is None
+        if self.disk is not None and told:
             names = self.disk.names_for_others(sequence.prepared.tokens[:-1])
             self.emit(KvStored(sequence.id, names[: limits.FETCH_BLOCKS], own=not sequence.origins))
 
@@ -179,6 +180,8 @@ class Beginnings:
         """Ask what other machines have of what is neither in memory nor on the disk."""
         request, tokens = sequence.prepared.request, sequence.dense_tokens
         asks = request.fetches and not request.local_only and self._takes_blocks(sequence)
+        # What is checked of other machines' blocks is computed from tokens alone.
+        asks = asks and sequence.prepared.images is None
         if self.disk is None or not asks:
             return False
         fetching = PeerFetch(

@@ -312,6 +312,7 @@ class Decoding:
         """Keep the KV of ``tokens`` in memory and, if none are missing, on the disk. ``namespace``: of the
         prefix cache, in which SPARSE has tokens of its own. ``origins``: None if they are the sequence's."""
         mx.eval([layer.state for layer in cache])
+        tokens = tokens if namespace == SPARSE else sequence.numbered(tokens)
         origins = sequence.origins if origins is None else origins
         self.prefix.store(tokens, cache, namespace, states, origins)
         if self.disk is not None and namespace != SPARSE:

@@ -494,7 +494,7 @@ class Scheduler(ComputeLoop):
         if isinstance(sequence.prefiller, Prefiller):
             states = sequence.prefiller.states
         self._beginnings.end(sequence, intact=True)
-        tokens = sequence.slot_tokens if read.namespace == SPARSE else sequence.prepared.tokens
+        tokens = sequence.slot_tokens if read.namespace == SPARSE else sequence.numbers
         if read.cache is not None and read.tokens > cached:
             # Without the room for what is not read any more.
             cache = rollback.compact(read.cache)

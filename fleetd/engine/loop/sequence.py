@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.control.prefill_trace import GroupStage, Speculated
@@ -15,6 +17,7 @@ from fleetd.engine.answer.output_text import AnswerText
 from fleetd.engine.failures import require
 from fleetd.engine.guests import can_step
 from fleetd.engine.layers.prefill import Prefiller
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.loop.phases import HELD, HOLDS, NEXT, IllegalMove, Phase
 from fleetd.engine.measure.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.prefixes.disk_restore import Restoring
@@ -145,17 +148,28 @@ class ScheduledSequence:
         return self.prepared.request.echo and self.logprobs is not None
 
     @property
+    def numbers(self) -> list[int]:
+        """A number for each token of the prompt: the token, and for a row of an image what stands for its
+        content. The prefix cache compares these."""
+        return self.prepared.keys or self.prepared.tokens
+
+    def numbered(self, tokens: list[int]) -> list[int]:
+        """``tokens``, the prompt's first ones or it and what follows, as ``numbers`` has them."""
+        keys = self.prepared.keys[: len(tokens)]
+        return keys + tokens[len(keys) :] if keys else tokens
+
+    @property
     def dense_tokens(self) -> list[int]:
         """The prompt, or as much of it as is prefilled without a gap and one token more. The KV of a token
         rests on all tokens before it, so what follows a gap is in no dense cache."""
-        tokens, kept = self.prepared.tokens, self.kept
+        tokens, kept = self.numbers, self.kept
         return tokens if kept is None else tokens[: leading(kept) + 1]
 
     @property
     def slot_tokens(self) -> list[int]:
         """A number for each token that is prefilled: the token, and its position too if some are left out.
         What two prompts' lists begin with alike has the same KV."""
-        tokens, kept = self.prepared.tokens, self.kept
+        tokens, kept = self.numbers, self.kept
         return tokens if kept is None else [at << 32 | tokens[at] for at in kept]
 
     @property
@@ -242,9 +256,23 @@ class ScheduledSequence:
             begun = SparsePrefiller.begin(model, tokens, self.kept, hit.cache, hit.tokens, sparse=sparse)
         else:
             cache = hit.cache or make_prompt_cache(model)
-            begun = Prefiller(model, tokens, cache, hit.tokens, state_bytes=state_bytes, borders=borders)
+            begun = Prefiller(
+                model,
+                tokens,
+                cache,
+                hit.tokens,
+                state_bytes=state_bytes,
+                borders=borders,
+                embedded=self._embedded(model),
+            )
         self.move(Phase.READING, prefiller=begun)
         return begun
+
+    def _embedded(self, model: Any) -> Callable[[mx.array, int], mx.array | None] | None:
+        """What stands for rows of images in the place of embeddings; None if the prompt has none."""
+        if self.prepared.images is None:
+            return None
+        return partial(self.prepared.images.embedded, Stage.of(model).weights.embed_tokens)
 
     def sparse_in(self, prefix: PrefixCache) -> int:
         """Tokens in memory of a prompt that leaves out the same ones, if those of dense prompts are fewer."""
@@ -361,6 +389,8 @@ def _kept(prepared: PreparedPrompt, sparse: Sparse | None) -> tuple[list[int] | 
     """The tokens to prefill, None for all of them; and why a Keep is not followed."""
     if prepared.kept is None:
         return None, prepared.dense_reason
+    if prepared.images is not None:
+        return None, "It has images."
     if sparse is None:
         return None, "This model's prompts can only be prefilled whole."
     if prepared.request.echo:

@@ -55,7 +55,8 @@ class SharedPrompts:
     def offer(self, sequence: ScheduledSequence) -> bool:
         """Report that an admitted prompt waits for the daemon's decision. False if it cannot be shared."""
         tokens = sequence.prepared.tokens
-        whole = sequence.kept is None and not sequence.scores_prompt
+        # Helpers read tokens: they have no images.
+        whole = sequence.kept is None and not sequence.scores_prompt and sequence.prepared.images is None
         if self.sharable is None or not whole or tokens in self._lost:
             return False
         arithmetics = (DENSE,) if sequence.prepared.request.exact else (DENSE, EQUIVALENT)

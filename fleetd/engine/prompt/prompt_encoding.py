@@ -28,9 +28,20 @@ from fleetd.engine.prompt.kept_tokens import (
 )
 from fleetd.engine.prompt.null_content import with_content
 from fleetd.engine.prompt.template_turns import own_system, template_needs
-from fleetd.engine.protocol import THINKING_SWITCHES, ChatPrompt, Generate, Prompt, TextPrompt, TokenPrompt
+from fleetd.engine.protocol import (
+    THINKING_SWITCHES,
+    ChatPrompt,
+    Generate,
+    Message,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+)
+from fleetd.engine.vision.image_reader import ImageReader
+from fleetd.engine.vision.prompt_images import PromptImages
 from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, UnsupportedParameter
 from fleetd.models.chat_templates import DEFAULT, TOOL_USE
+from fleetd.models.images import no_images
 from fleetd.text import too_long
 
 # What a publisher's template raises where it meets what its author did not think of.
@@ -65,6 +76,10 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     borders: Sequence[int] = ()
     #: What the answer is held to; None: nothing.
     matcher: AnswerMatcher | None = None
+    #: The images in the prompt; None if it has none.
+    images: PromptImages | None = None
+    #: What the prefix cache compares in the place of ``tokens`` if there are images.
+    keys: list[int] = []
 
 
 def prepare(
@@ -75,12 +90,16 @@ def prepare(
     borders: bool = False,
     model: str = "This model",
     grammars: Grammars | None = None,
+    images: ImageReader | None = None,
+    imageless: str = "",
 ) -> PreparedPrompt:
     """Render and tokenize, and make what holds the answer to its form. Runs outside the compute thread.
 
     Args:
         borders: find where a chat's messages end.
         grammars: of the model; None: made anew if the answer has a form.
+        images: what the model reads images with; None: it reads none.
+        imageless: why not, as a sentence; "" if it is a model for text.
 
     Raises:
         BadRequest: no template, a template that rejects the messages, an empty prompt.
@@ -106,8 +125,12 @@ def prepare(
                     prepared, lambda: _offsets(tokenizer, text, tokens, special=True), lambda: gaps
                 )
         case ChatPrompt():
+            if images is None and request.prompt.has_images:
+                raise no_images(model, "messages", imageless)
             tools = _offered_tools(request.prompt, tokenizer, model)
-            prepared = _chat(request, request.prompt, tokenizer, tools, borders=borders)
+            prepared = _chat(
+                request, request.prompt, tokenizer, tools, borders=borders, model=model, reader=images
+            )
     outside = next((t for t in request.sampling.logit_bias if not 0 <= t < vocab_size), None)
     if outside is not None:
         raise InvalidValue(
@@ -199,13 +222,15 @@ def _chat(
     tools: list[dict[str, Any]] | None,
     *,
     borders: bool,
+    model: str,
+    reader: ImageReader | None,
 ) -> PreparedPrompt:
     """Messages as the model's template renders them."""
     controls = control_tokens(tokenizer)
     needs = template_needs(tokenizer, with_tools=bool(tools))
     by_grammar = tools_by_grammar(tokenizer)
     # A hash of an id must not be one of a stand-in, which is another one with each rendering.
-    messages = needs.with_ids(with_content(prompt.messages, tokenizer))
+    messages, images = _with_marks(needs.with_ids(with_content(prompt.messages, tokenizer)), reader)
 
     def template(messages: list[dict[str, Any]], tools: Any, options: dict[str, Any]) -> str:
         # Here, so that indices of messages stay those of the request all around.
@@ -214,7 +239,7 @@ def _chat(
         if by_grammar and tools:
             own = partial(own_system, partial(chat_template.rendered, tokenizer, tools=None, **options))
             messages, tools = shown_tools.with_tools(messages, tools, own), None
-        return chat_template.rendered(tokenizer, needs.arranged(messages), tools, **options)
+        return _templated(tokenizer, needs.arranged(messages), tools, options, images, model)
 
     def render(messages: Sequence[dict[str, Any]]) -> Rendered:
         return controls.render(template, messages, tools, prompt.template_kwargs)
@@ -229,6 +254,9 @@ def _chat(
     callable_tools = _callable_tools(prompt, tools)
     shown = by_grammar and bool(tools)
     prepared = PreparedPrompt(request, tokens, begins, callable_tools, tools_by_grammar=shown)
+    if images is not None:
+        images.find(tokens)
+        prepared = replace(prepared, images=images, keys=images.keys(tokens))
 
     def again(messages: list[dict[str, Any]]) -> str:
         return render(messages).text
@@ -245,6 +273,28 @@ def _chat(
             found = contents.borders(rendered.text, messages, prompt.cache_marks, offsets, again)
             return replace(prepared, borders=found)
     return prepared
+
+
+def _with_marks(
+    messages: list[Message], reader: ImageReader | None
+) -> tuple[list[Message], PromptImages | None]:
+    """Messages with a mark for each image, and the images; None if there are none, or the model reads none."""
+    return (messages, None) if reader is None else PromptImages.of(messages, reader)
+
+
+def _templated(
+    tokenizer: Any,
+    messages: list[Message],
+    tools: Any,
+    options: dict[str, Any],
+    images: PromptImages | None,
+    model: str,
+) -> str:
+    """What the chat template makes of messages, with what stands for each image."""
+    if images is None:
+        return chat_template.rendered(tokenizer, messages, tools, **options)
+    parts, order = images.in_parts(messages)
+    return images.put_into(chat_template.rendered(tokenizer, parts, tools, **options), order, model)
 
 
 def _offered_tools(prompt: ChatPrompt, tokenizer: Any, model: str) -> list[dict[str, Any]] | None:

@@ -1,0 +1,1 @@
+"""Images in prompts: from a file to rows that take the place of tokens' embeddings."""

@@ -1,0 +1,74 @@
+"""An image's file as pixels, within bounds: what a client sends is data that somebody may have made to harm.
+
+Pillow reads it. Only formats that its own code and the usual libraries decode are tried, the size is looked at
+before a pixel is decoded, and of an animation the first frame counts.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from fleetd import limits
+from fleetd.errors import InvalidValue, PayloadTooLarge
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+
+
+def read_image(data: bytes, where: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The pixels of an image's file, (H, W, 3) in RGB, turned as the camera was held. Transparent parts are
+    white.
+
+    Args:
+        where: the field that it came in, for errors.
+
+    Raises:
+        InvalidValue: it is no image of these formats, or it is damaged.
+        PayloadTooLarge: it has too many pixels.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns of large images; the bound here is lower, and refuses.
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                width, height = image.size
+                if width * height > limits.IMAGE_PIXELS:
+                    raise PayloadTooLarge(
+                        f"{where}: the image has {width} x {height} pixels; at most {limits.IMAGE_PIXELS} "
+                        "are read.",
+                        hint="Send a smaller one: models look at some 1,500 pixels a side.",
+                        param=where,
+                    )
+                upright = ImageOps.exif_transpose(image)
+                return np.asarray(_on_white(upright), dtype=np.uint8)
+    except (MemoryError, PayloadTooLarge):
+        raise
+    # Decoders of damaged files raise whatever their authors did not think of.
+    except Exception as error:
+        raise InvalidValue(
+            f"{where}: this is no image that can be read ({type(error).__name__}).",
+            hint=f"Send a whole file in one of these formats: {', '.join(FORMATS)}.",
+            param=where,
+        ) from error
+
+
+def resized(
+    image: np.ndarray[Any, np.dtype[np.uint8]], height: int, width: int
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """An (H, W, 3) image of another size, by bicubic interpolation as the models' makers have it."""
+    if image.shape[:2] == (height, width):
+        return image
+    found = Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)
+    return np.asarray(found, dtype=np.uint8)
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        whole = image.convert("RGBA")
+        ground = Image.new("RGBA", whole.size, "white")
+        return Image.alpha_composite(ground, whole).convert("RGB")
+    return image.convert("RGB")

@@ -1,0 +1,206 @@
+"""Pixtral's image encoder, and what Mistral 3 puts between it and the text model.
+
+    image ─► patches of 14 x 14 ─► transformer, positions in two dimensions ─► every 2 x 2 of them merged
+          ─► as wide as the text model's hidden states: the rows of [IMG] tokens
+
+As ``PixtralVisionModel`` and ``Mistral3MultiModalProjector`` of transformers have it (Apache-2.0), and with
+their names for the weights. In shapes L is the number of patches, W the encoder's width.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import msgspec
+import numpy as np
+
+# Patches of one step of attention: all of a large image at once would take gigabytes.
+QUERIES = 512
+
+
+class PixtralConfig(msgspec.Struct, frozen=True):
+    """``vision_config`` of a model's config; the defaults are transformers'."""
+
+    hidden_size: int = 1024
+    intermediate_size: int = 4096
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_channels: int = 3
+    image_size: int = 1024
+    patch_size: int = 16
+    hidden_act: str = "gelu"
+    head_dim: int | None = None
+    rope_theta: float | None = None
+    rope_parameters: dict[str, Any] | None = None
+
+    @property
+    def base(self) -> float:
+        """The base of the rotary embedding; newer configs have it among its parameters."""
+        found = (self.rope_parameters or {}).get("rope_theta", self.rope_theta)
+        return float(found or 10_000.0)
+
+
+def activation(name: str) -> Any:
+    """An activation function by the name that configs have for it. Raises ValueError."""
+    known = {"silu": nn.silu, "gelu": nn.gelu, "gelu_pytorch_tanh": nn.gelu_approx}
+    if name not in known:
+        raise ValueError(f"unknown activation {name!r}")
+    return known[name]
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: PixtralConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.heads = config.num_attention_heads
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def __call__(self, x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
+        count, width = x.shape[1:]
+
+        def split(rows: mx.array) -> mx.array:
+            return rows.reshape(1, count, self.heads, width // self.heads).transpose(0, 2, 1, 3)
+
+        q, k, v = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
+        q, k = _turned(q, turns), _turned(k, turns)
+        scale = (width // self.heads) ** -0.5
+        found = [
+            mx.fast.scaled_dot_product_attention(q[:, :, at : at + QUERIES], k, v, scale=scale)
+            for at in range(0, count, QUERIES)
+        ]
+        joined = mx.concatenate(found, axis=2).transpose(0, 2, 1, 3).reshape(1, count, width)
+        return self.o_proj(joined)  # type: ignore[no-any-return]
+
+
+def _turned(rows: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
+    """Rows (1, heads, L, head) with their positions in them, by halves as GPT-NeoX has it."""
+    cos, sin = turns
+    half = rows.shape[-1] // 2
+    swapped = mx.concatenate([-rows[..., half:], rows[..., :half]], axis=-1)
+    return rows * cos + swapped * sin
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, config: PixtralConfig) -> None:
+        super().__init__()
+        self.act = activation(config.hidden_act)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: PixtralConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
+        self.attention = _Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
+        self.feed_forward = _FeedForward(config)
+
+    def __call__(self, x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
+        x = x + self.attention(self.attention_norm(x), turns)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class _Transformer(nn.Module):
+    def __init__(self, config: PixtralConfig) -> None:
+        super().__init__()
+        self.layers = [_Layer(config) for _ in range(config.num_hidden_layers)]
+
+
+class PixtralEncoder(nn.Module):
+    """One image's patches, each of which sees all others."""
+
+    def __init__(self, config: PixtralConfig) -> None:
+        super().__init__()
+        patch = config.patch_size
+        self.config = config
+        self.patch_conv = nn.Conv2d(
+            config.num_channels, config.hidden_size, kernel_size=patch, stride=patch, bias=False
+        )
+        self.ln_pre = nn.RMSNorm(config.hidden_size, eps=1e-5)
+        self.transformer = _Transformer(config)
+
+    def __call__(self, pixels: mx.array) -> mx.array:
+        """(H, W, 3), both sides whole patches → (H / patch, W / patch, W of the encoder)."""
+        found = self.patch_conv(pixels[None].astype(self.patch_conv.weight.dtype))
+        _, rows, columns, width = found.shape
+        x = self.ln_pre(found.reshape(1, rows * columns, width))
+        turns = self._turns(rows, columns, x.dtype)
+        for layer in self.transformer.layers:
+            x = layer(x, turns)
+            # A layer at a time: what attention takes is not held for all of them.
+            mx.eval(x)
+        return x.reshape(rows, columns, width)
+
+    def _turns(self, rows: int, columns: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """cos and sin (L, head): even frequencies turn with a patch's row, odd ones with its column."""
+        config = self.config
+        head = config.head_dim or config.hidden_size // config.num_attention_heads
+        frequencies = 1.0 / config.base ** (np.arange(0, head, 2, dtype=np.float32) / head)
+        down = np.outer(np.arange(rows, dtype=np.float32), frequencies[::2])
+        across = np.outer(np.arange(columns, dtype=np.float32), frequencies[1::2])
+        angles = np.concatenate(
+            [
+                np.repeat(down[:, None], columns, axis=1),
+                np.repeat(across[None], rows, axis=0),
+            ],
+            axis=-1,
+        ).reshape(rows * columns, head // 2)
+        both = mx.array(np.concatenate([angles, angles], axis=-1).astype(np.float32))
+        return mx.cos(both).astype(dtype), mx.sin(both).astype(dtype)
+
+
+class _PatchMerger(nn.Module):
+    def __init__(self, width: int, side: int) -> None:
+        super().__init__()
+        self.side = side
+        self.merging_layer = nn.Linear(width * side * side, width, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """(rows, columns, W) → (rows x columns / side², W)."""
+        side = self.side
+        rows, columns, width = x.shape
+        grid = x.reshape(rows // side, side, columns // side, side, width).transpose(0, 2, 4, 1, 3)
+        return self.merging_layer(grid.reshape(-1, width * side * side))  # type: ignore[no-any-return]
+
+
+class Mistral3Projector(nn.Module):
+    """From the encoder's width to the text model's, with every side x side patches as one."""
+
+    def __init__(
+        self, width: int, text_width: int, *, side: int, eps: float, bias: bool, hidden_act: str
+    ) -> None:
+        super().__init__()
+        self.act = activation(hidden_act)
+        self.norm = nn.RMSNorm(width, eps=eps)
+        self.patch_merger = _PatchMerger(width, side)
+        self.linear_1 = nn.Linear(width, text_width, bias=bias)
+        self.linear_2 = nn.Linear(text_width, text_width, bias=bias)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """(rows, columns, W) → (rows x columns / side², D of the text model)."""
+        return self.linear_2(self.act(self.linear_1(self.patch_merger(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+def fitted(height: int, width: int, longest: int, multiple: int) -> tuple[int, int]:
+    """The size that an image is read at: at most ``longest`` a side, both sides whole ``multiple``s."""
+    ratio = max(height / longest, width / longest, 1.0)
+    sides = (max(1, math.floor(side / ratio)) for side in (height, width))
+    height, width = ((side - 1) // multiple + 1 for side in sides)
+    return height * multiple, width * multiple
+
+
+def shown(rows: int, columns: int) -> str:
+    """What stands for an image of so many merged patches in a prompt's text."""
+    return "[IMG_BREAK]".join(itertools.repeat("[IMG]" * columns, rows)) + "[IMG_END]"

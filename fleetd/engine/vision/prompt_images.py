@@ -1,0 +1,176 @@
+"""Images of one conversation: where they stand in its prompt, and the rows that take the place of tokens there.
+
+    messages with images ──marks──► template ──parts──► text with placeholders ──► what stands for each image
+    tokens ──► places of rows ──► the prefix cache's numbers for them, by the images' content
+
+A chat template is given an image as a part of a message's content, as its makers have it, and writes a
+placeholder. What stands in its place in the text has one token for each row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+
+from fleetd.engine.protocol import IMAGES, ImageList, Message
+from fleetd.engine.vision.image_file import read_image
+from fleetd.engine.vision.image_reader import ImagePatches, ImageReader
+from fleetd.errors import BadRequest, InvalidValue
+
+# Above the numbers of all tokens, and of tokens with their positions (``slot_tokens``).
+_ABOVE = 1 << 62
+
+
+@dataclass(slots=True)
+class PromptImages:
+    """The images of a conversation, in the order in which it has them.
+
+    ``word``: what marks an image in a content until the template is given it; nothing else has it.
+    """
+
+    reader: ImageReader
+    patches: list[ImagePatches]
+    digests: list[bytes]
+    word: str = field(default_factory=lambda: f"image{secrets.token_hex(8)}n")
+    # Ascending places of rows in the prompt, all images' one after the other.
+    places: list[int] = field(default_factory=list)
+    # Rows of images that were read, by the image; let go once a prefill is behind them.
+    _rows: dict[int, mx.array] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, messages: Sequence[Message], reader: ImageReader
+    ) -> tuple[list[Message], PromptImages | None]:
+        """Messages with a mark for each image, and the images; None if there are none.
+
+        Raises InvalidValue, PayloadTooLarge: from ``read_image``.
+        """
+        found = cls(reader, [], [])
+        marked = [found._marked(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        return marked, found if found.patches else None
+
+    def _marked(self, message: Message, where: str) -> Message:
+        if IMAGES not in message:
+            return message
+        content = message.get("content") or ""
+        pieces: list[str] = []
+        at = 0
+        for chars, data in _images(message, where):
+            pieces += [content[at:chars], f"{self.word}{len(self.patches)}n"]
+            at = chars
+            self.patches.append(self.reader.patches(read_image(data, where)))
+            self.digests.append(hashlib.sha256(data).digest())
+        plain = {key: value for key, value in message.items() if key != IMAGES}
+        return plain | {"content": "".join([*pieces, content[at:]])}
+
+    # ---- text ------------------------------------------------------------------------------------------
+
+    def in_parts(self, messages: Sequence[Message]) -> tuple[list[Message], list[int]]:
+        """Messages whose marks are parts of type ``image``, and the images in their order there."""
+        order: list[int] = []
+        return [self._in_parts(message, order) for message in messages], order
+
+    def _in_parts(self, message: Message, order: list[int]) -> Message:
+        content = message.get("content")
+        if not isinstance(content, str) or self.word not in content:
+            return message
+        parts: list[dict[str, Any]] = []
+        for number, piece in enumerate(re.split(f"{self.word}([0-9]+)n", content)):
+            if number % 2:
+                parts.append({"type": "image"})
+                order.append(int(piece))
+            elif piece:
+                parts.append({"type": "text", "text": piece})
+        return message | {"content": parts}
+
+    def put_into(self, text: str, order: list[int], model: str) -> str:
+        """``text`` with what stands for each image in the place of its placeholder.
+
+        Raises BadRequest: the template shows no such places, or not as many, or in another order.
+        """
+        pieces = text.split(self.reader.placeholder)
+        if len(pieces) != len(order) + 1 or sorted(order) != order:
+            raise BadRequest(
+                f"{model}'s chat template shows {len(pieces) - 1} of {len(order)} images.",
+                hint="Send images in messages of the user, or choose another model.",
+                param="messages",
+            )
+        shown = (self.patches[image].text for image in order)
+        return pieces[0] + "".join(
+            stands + piece for stands, piece in zip(shown, pieces[1:], strict=True)
+        )
+
+    # ---- tokens ----------------------------------------------------------------------------------------
+
+    def find(self, tokens: Sequence[int]) -> None:
+        """Find the rows' places in the prompt. Raises BadRequest if they are not as many as rows."""
+        self.places = [at for at, token in enumerate(tokens) if token == self.reader.row_token]
+        wanted = sum(each.rows for each in self.patches)
+        if len(self.places) != wanted:
+            raise BadRequest(
+                f"The prompt has {len(self.places)} places for {wanted} rows of images.",
+                hint="The model's tokenizer and its config do not belong together; choose another copy.",
+                param="model",
+            )
+
+    def keys(self, tokens: Sequence[int]) -> list[int]:
+        """A number for each token: for a row one that its image's content decides, 62 bits of a hash. Two
+        prompts whose numbers begin alike have the same keys and values there."""
+        found = list(tokens)
+        at = 0
+        for patches, digest in zip(self.patches, self.digests, strict=True):
+            stream = hashlib.shake_128(digest).digest(8 * patches.rows)
+            numbers = np.frombuffer(stream, dtype="<u8") % _ABOVE + _ABOVE
+            for place, number in zip(self.places[at : at + patches.rows], numbers.tolist(), strict=True):
+                found[place] = number
+            at += patches.rows
+        return found
+
+    # ---- prefill ---------------------------------------------------------------------------------------
+
+    def embedded(
+        self, embed: Callable[[mx.array], mx.array], tokens: mx.array, first: int
+    ) -> mx.array | None:
+        """The embeddings (1, n, D) of a chunk's tokens (1, n), the prompt's from ``first`` on, with rows of
+        images in their places; None if the chunk has none. Runs in the compute thread."""
+        end = first + tokens.shape[1]
+        begins = 0
+        chunk: mx.array | None = None
+        for image, patches in enumerate(self.patches):
+            places = self.places[begins : begins + patches.rows]
+            begins += patches.rows
+            inside = [row for row, place in enumerate(places) if first <= place < end]
+            if inside:
+                chunk = embed(tokens) if chunk is None else chunk
+                rows = self._read(image)[inside[0] : inside[-1] + 1].astype(chunk.dtype)
+                at = mx.array([places[row] - first for row in inside])
+                chunk[:, at] = rows[None]
+            if not places or places[-1] < end:
+                self._rows.pop(image, None)
+        return chunk
+
+    def _read(self, image: int) -> mx.array:
+        if image not in self._rows:
+            rows = self.reader(self.patches[image])
+            mx.eval(rows)
+            self._rows[image] = rows
+        return self._rows[image]
+
+
+def _images(message: Message, where: str) -> ImageList:
+    """A message's images. Raises InvalidValue: another machine sent something else."""
+    try:
+        found = msgspec.convert(message[IMAGES], ImageList)
+    except msgspec.ValidationError as error:
+        raise InvalidValue(f"{where}: its images are not understood: {error}.", param=where) from error
+    if sorted(chars for chars, _ in found) != [chars for chars, _ in found]:
+        raise InvalidValue(f"{where}: its images are in no order.", param=where)
+    return found
