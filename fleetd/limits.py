@@ -40,6 +40,7 @@ PREFIX_SHARE = 0.25
 # ---- Images ----------------------------------------------------------------------------------------------
 # Of one conversation: agents that look at screenshots send some dozens.
 IMAGES = 64
+IMAGE_BYTES = 20 * MIB
 # A camera's picture has 12 to 50 million pixels; decoded, each takes three bytes and some for the reader.
 IMAGE_PIXELS = 64 * 1024 * 1024
 

@@ -242,7 +242,9 @@ def _remarks(models: ModelListing, hidden: int, on: str) -> Iterable[str]:
 
 
 def _roles(model: InstalledModel | OfferedModel) -> str:
-    return ", ".join(role for role in model.roles if role in _WORDS) or ", ".join(model.roles) or "-"
+    roles = [role for role in model.roles if role in _WORDS] or model.roles
+    seen = ["images"] if isinstance(model, InstalledModel) and model.images else []
+    return ", ".join([*roles, *seen]) or "-"
 
 
 def _drafter(model: InstalledModel) -> str:

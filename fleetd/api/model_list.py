@@ -54,6 +54,7 @@ class ModelDetails(Struct, frozen=True):
         ),
     ] = ""
     thinking: Annotated[bool, Meta(description="The model can reason before it answers.")] = False
+    images: Annotated[bool, Meta(description="A user's messages may have images.")] = False
     purpose: Annotated[
         ModelPurpose,
         Meta(description="What it is asked for: chats, vectors of texts, or scores of documents."),
@@ -183,6 +184,7 @@ def _describe(
             nodes=[here, *others.get(folder.name, [])],
             tools=able.shown_tools,
             thinking=able.thinking,
+            images=folder.images,
             purpose=folder.shape.purpose,
             vector_width=folder.shape.vector_width,
         ),
@@ -205,6 +207,7 @@ def _absent(name: str, places: list[ModelPlace], shape: ModelShape = _UNKNOWN) -
         nodes=places,
         tools=able.shown_tools,
         thinking=able.thinking,
+        images=shape.images,
         purpose=entry.purpose if entry is not None else shape.purpose,
         vector_width=shape.vector_width,
     )

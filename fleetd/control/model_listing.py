@@ -51,6 +51,8 @@ class InstalledModel(msgspec.Struct, frozen=True):
     tools: str = ""
     # It can reason before it answers.
     thinking: bool = False
+    # A user's messages may have images.
+    images: bool = False
     fit: ModelFit = ModelFit()
     # Files in its folder that look as if they belonged to it, and are not used.
     ignored: list[str] = []

@@ -95,7 +95,6 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     # Whether one answer may call several tools.
     parallel_calls: bool = True
 
-
     @property
     def has_images(self) -> bool:
         """True if one of the messages has images."""

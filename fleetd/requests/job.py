@@ -12,7 +12,7 @@ from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.model_facts import KvBits, WireBits
 from fleetd.control.prefill_trace import Trace
 from fleetd.control.smart_prefill_result import SmartPrefillResult
-from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
+from fleetd.engine.protocol import IMAGES, ChatPrompt, Generate, TextPrompt, TokenPrompt
 from fleetd.plan.prefill.options import Way
 
 Origin = Literal["socket", "http", "peer"]
@@ -22,6 +22,8 @@ PlanKind = Literal[Way, "remote", "group"]
 
 # English text in common tokenizers; only prices depend on it.
 CHARS_PER_TOKEN = 4
+# What a picture of a thousand pixels a side takes of a prompt, about.
+IMAGE_TOKENS = 1300
 
 
 class Job(msgspec.Struct, frozen=True, dict=True):
@@ -56,6 +58,12 @@ class Job(msgspec.Struct, frozen=True, dict=True):
         return prompt_text(self.request)
 
     @property
+    def has_images(self) -> bool:
+        """True if its prompt has images."""
+        prompt = self.request.prompt
+        return isinstance(prompt, ChatPrompt) and prompt.has_images
+
+    @property
     def shareable(self) -> bool:
         """Whether others may help; a prompt that came from another machine was allowed to leave that one."""
         return not self.unaided if self.origin == "peer" else not self.local_only
@@ -69,7 +77,11 @@ def prompt_text(request: Generate) -> str:
         case TextPrompt(text):
             return text
         case ChatPrompt(messages=messages, tools=tools):
-            return f"{tools or ''}{messages}"
+            if not request.prompt.has_images:
+                return f"{tools or ''}{messages}"
+            images = sum(len(message.get(IMAGES, ())) for message in messages)
+            texts = [{name: each for name, each in message.items() if name != IMAGES} for message in messages]
+            return f"{tools or ''}{texts}" + " " * (images * IMAGE_TOKENS * CHARS_PER_TOKEN)
 
 
 class Planned(msgspec.Struct, frozen=True):

@@ -40,6 +40,7 @@ from fleetd.errors import (
 )
 from fleetd.models import file_threads
 from fleetd.models.folder import ModelFolder
+from fleetd.models.images import no_images
 from fleetd.models.purposes import check_catalog, check_purpose
 from fleetd.plan import load_times
 from fleetd.plan.refusals import THIS_NODE
@@ -210,7 +211,7 @@ class RequestRunner:
     async def _placed(self, job: Job, *, arrived_s: float, at_s: float) -> Request:
         """The request, its model located and its first machine chosen. Raises FleetError."""
         model = await file_threads.look(self._locator.locate, job.model, job.digest)
-        self._check_chats(model)
+        self._check_answers(model, job)
         places = await self._survey.of_job(job, model.name) if self._survey is not None else {}
         placement = self._choose(job, model, places)
         metrics = self._accounts.metrics
@@ -218,15 +219,20 @@ class RequestRunner:
             job, model, placement, metrics, arrived_s=arrived_s, at_s=at_s, places=places, here=self._name
         )
 
-    def _check_chats(self, model: LocatedModel) -> None:
-        """Raises ModelUnsupported for a model that answers no chats, wherever it is."""
+    def _check_answers(self, model: LocatedModel, job: Job) -> None:
+        """Raises ModelUnsupported for a model that answers no chats, wherever it is, and UnsupportedParameter
+        for images to one that reads none."""
         if model.folder is not None:
             check_purpose(model.name, model.folder.shape.purpose, "chat")
+            if job.has_images and not model.folder.images:
+                raise no_images(model.name, "messages")
             return
         check_catalog(model.name, "chat")
         for member in self._members.others("answer"):
             if (card := member.model(model.name)) is not None:
                 check_purpose(model.name, card.shape.purpose, "chat")
+                if job.has_images and not card.shape.images:
+                    raise no_images(model.name, "messages", f"{member.name} says so.")
 
     async def _attempts(self, request: Request) -> AsyncGenerator[Planned | Loading | Event, None]:
         """The request's events from the first attempt that gives any of its answer."""

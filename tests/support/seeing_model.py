@@ -25,7 +25,7 @@ TEMPLATE = (
     "{{ '<s>' }}{% for m in messages %}"
     "{% if m['role'] == 'user' %}{{ '[INST]' }}"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
-    "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'image' %}{{ '[IMG]' }}{% endif %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}{{ '[IMG]' }}{% endif %}"
     "{% endfor %}{% endif %}{{ '[/INST]' }}"
     "{% else %}{{ m['content'] + '</s>' }}{% endif %}{% endfor %}"
 )

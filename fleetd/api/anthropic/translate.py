@@ -18,7 +18,7 @@ from fleetd.api.anthropic.bodies import (
     MessagesBody,
     ToolDefinition,
 )
-from fleetd.api.generation import answer_form, conversation
+from fleetd.api.generation import answer_form, conversation, images
 from fleetd.api.generation.conversation import CacheMark, Plain
 from fleetd.api.generation.reasoning import template_kwargs
 from fleetd.api.generation.sampling_fields import sampling
@@ -190,7 +190,8 @@ def _user(message: InputMessage, where: str) -> tuple[list[Plain], list[CacheMar
         if block.kind == "tool_result":
             found.append(_tool_result(block, place))
         else:
-            conversation.append_user(found, _text(block, place), where)
+            piece = _image(block, place) if block.kind == "image" else _text(block, place)
+            conversation.append_user(found, piece, where)
         if _marked(block):
             marks.append((len(found) - 1, len(found[-1]["content"])))
     return found or [conversation.message("user", "", where)], marks
@@ -239,6 +240,22 @@ def _texts(content: str | list[ContentBlock], where: str, *, returned: bool = Fa
         yield _text(block, f"{where}.{i}", returned=returned)
 
 
+def _image(block: ContentBlock, where: str) -> bytes:
+    """The file of an image. Raises InvalidValue, UnsupportedParameter, PayloadTooLarge."""
+    source = block.source if isinstance(block.source, dict) else {}
+    match source.get("type"):
+        case "base64":
+            return images.from_base64(source.get("data"), f"{where}.source.data")
+        case "url":
+            return images.from_url(source.get("url"), f"{where}.source.url")
+        case kind:
+            raise UnsupportedParameter(
+                f"{where}.source: images of type {str(kind)[:64]!r} are not supported.",
+                hint="Send a source of type base64.",
+                param=f"{where}.source",
+            )
+
+
 def _text(block: ContentBlock, where: str, *, returned: bool = False) -> str:
     match block.kind:
         case "text":
@@ -254,10 +271,6 @@ def _text(block: ContentBlock, where: str, *, returned: bool = False) -> str:
             return f"The tool {block.tool_name or ''} may be called."
         case kind if returned:
             return conversation.left_out(kind)
-        case "image":
-            raise UnsupportedParameter(
-                f"{where}: image input is not supported by this model.", hint="Send text.", param=where
-            )
         case kind:
             raise UnsupportedParameter(
                 f"{where}: content of type {kind[:64]!r} is not supported.", hint="Send text.", param=where

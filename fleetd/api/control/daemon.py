@@ -204,6 +204,7 @@ def _installed(
                 fit=fits[folder.name],
                 tools=able.shown_tools,
                 thinking=able.thinking,
+                images=folder.images,
                 ignored=unused_files(Path(folder.path)),
                 drafter=drafter,
                 drafter_off=drafter_off,

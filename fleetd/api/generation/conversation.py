@@ -15,9 +15,10 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.api.generation.images import Piece, placed
 from fleetd.engine.answer.object_text import strict_object
 from fleetd.engine.prompt.template_turns import merged, reminder
-from fleetd.engine.protocol import ChatPrompt
+from fleetd.engine.protocol import IMAGES, ChatPrompt
 from fleetd.errors import InvalidValue
 from fleetd.text.bounded import is_deeper
 
@@ -35,6 +36,12 @@ def message(role: str, content: str | None, where: str, **more: Any) -> Plain:
     """A message. Keys of ``more`` whose value is None are left out; ``where`` names it in errors."""
     plain = {"content": content, "role": role}
     return checked(plain | {name: value for name, value in more.items() if value is not None}, where)
+
+
+def user(pieces: Sequence[Piece], where: str, **more: Any) -> Plain:
+    """A user's message of texts and images; the rest as in ``message``."""
+    content, images = placed(pieces)
+    return message("user", content, where, **more, **({IMAGES: images} if images else {}))
 
 
 def joined(texts: Sequence[str]) -> str:
@@ -55,18 +62,25 @@ def assistant(texts: Sequence[str], reasoning: Sequence[str], calls: Sequence[Pl
 
 
 def left_out(kind: str) -> str:
-    """What stands for something that a tool returned and no model here reads: a refusal would end the session
-    for good."""
+    """What stands for something that a tool returned and no model here reads there: a refusal would end the
+    session for good."""
     what = "An image" if "image" in kind else f"A part of type {kind[:64]!r}"
-    return f"[{what} was left out here: this model reads text only.]"
+    return f"[{what} was left out here: what tools return is read as text only.]"
 
 
-def append_user(messages: list[Plain], text: str, where: str) -> None:
-    """Add to the user's message at the end, or begin one: templates want roles to alternate."""
-    if messages and messages[-1]["role"] == "user":
-        messages[-1] = message("user", joined([messages[-1]["content"], text]), where)
-    else:
-        messages.append(message("user", text, where))
+def append_user(messages: list[Plain], piece: Piece, where: str) -> None:
+    """Add a text or an image to the user's message at the end, or begin one: templates want roles to
+    alternate."""
+    if not messages or messages[-1]["role"] != "user":
+        messages.append(user([piece], where))
+        return
+    content, images = messages[-1]["content"], messages[-1].get(IMAGES, [])
+    if isinstance(piece, bytes):
+        messages[-1] = message("user", content, where, **{IMAGES: [*images, (len(content), piece)]})
+        return
+    behind_image = bool(images) and images[-1][0] == len(content)
+    text = content + piece if behind_image else joined([content, piece])
+    messages[-1] = message("user", text, where, **{IMAGES: images or None})
 
 
 def append(messages: list[Plain], added: Plain) -> int:
@@ -181,10 +195,17 @@ def prompt(
     """The whole conversation. Of ``cache_marks``, as ChatPrompt has them, the last are taken; of
     ``strict_tools`` those that are among the tools.
 
-    Raises InvalidValue if there are too many messages.
+    Raises InvalidValue if there are too many messages or images.
     """
     if len(messages) > limits.MESSAGES:
         raise InvalidValue(f"There are more than {limits.MESSAGES} messages.", param="messages")
+    images = sum(len(each[IMAGES]) for each in messages if IMAGES in each)
+    if images > limits.IMAGES:
+        raise InvalidValue(
+            f"There are {images} images; at most {limits.IMAGES} are read.",
+            hint="Leave out earlier ones.",
+            param="messages",
+        )
     marks = list(cache_marks)[-limits.CACHE_MARKS :]
     names = {each["function"]["name"] for each in tools or ()}
     strict = {name: form for name, form in strict_tools.items() if name in names}

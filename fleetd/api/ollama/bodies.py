@@ -42,7 +42,7 @@ class OllamaMessage(msgspec.Struct, frozen=True):
     tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
 
 
 class OllamaFunction(msgspec.Struct, frozen=True):
@@ -114,7 +114,7 @@ class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
     suffix: str | None = None
     template: str | None = None
     context: list[int] | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
 
 
 class OllamaModelBody(msgspec.Struct, frozen=True):

@@ -80,5 +80,10 @@ def capabilities(model: ModelObject, able: ModelAbilities) -> list[str]:
     """The model's abilities that Ollama has words for: it has none for reranking."""
     if model.fleet.purpose != "chat":
         return ["embedding"] if model.fleet.purpose == "embedding" else []
-    known = {"completion": True, "tools": bool(able.shown_tools), "thinking": able.thinking}
+    known = {
+        "completion": True,
+        "tools": bool(able.shown_tools),
+        "thinking": able.thinking,
+        "vision": model.fleet.images,
+    }
     return [name for name, has in known.items() if has]

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from fleetd.api.generation import answer_form, conversation
+from fleetd.api.generation import answer_form, conversation, images
 from fleetd.api.generation.conversation import Plain
 from fleetd.api.generation.reasoning import template_kwargs
 from fleetd.api.generation.sampling_fields import sampling
@@ -55,7 +55,6 @@ def chat(body: OllamaChatBody, request_id: str) -> Generate:
 
 def generate(body: OllamaGenerateBody, request_id: str) -> Generate:
     """Raises InvalidValue, UnsupportedParameter."""
-    _refuse_images(body.images, "images")
     for name, hint in {
         "suffix": "Put both sides into the prompt as the model expects it, with raw.",
         "template": "The model's own is used; raw sends a prompt that you rendered yourself.",
@@ -67,8 +66,12 @@ def generate(body: OllamaGenerateBody, request_id: str) -> Generate:
     if body.raw:
         if body.system:
             raise InvalidValue("system has no place in a raw prompt.", param="system")
+        if body.images:
+            raise UnsupportedParameter(
+                "images have no place in a raw prompt.", hint="Leave out raw.", param="images"
+            )
         return _generate(body, request_id, TextPrompt(text))
-    messages = [conversation.message("user", text, "prompt")]
+    messages = [conversation.user([*_images(body.images, "images"), text], "prompt")]
     system = [body.system] if body.system else []
     prompt = conversation.prompt(
         conversation.with_system(messages, system, "system"), None, "auto", template_kwargs(body)
@@ -155,11 +158,9 @@ def _tool(tool: OllamaTool, where: str) -> Plain:
     return conversation.tool(function.name, function.description, function.parameters, where)
 
 
-def _refuse_images(images: object, where: str) -> None:
-    if images:
-        raise UnsupportedParameter(
-            f"{where}: image input is not supported by this model.", hint="Send text.", param=where
-        )
+def _images(files: Sequence[str] | None, where: str) -> list[bytes]:
+    """The files of images, which come before the text of their message, as in Ollama."""
+    return [images.from_base64(file, f"{where}[{i}]") for i, file in enumerate(files or ())]
 
 
 # ---- Messages --------------------------------------------------------------------------------------------
@@ -171,8 +172,13 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Plain]:
     calls = 0
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
-        _refuse_images(message.images, f"{where}.images")
         text = message.content or ""
+        if message.images and message.role != "user":
+            raise UnsupportedParameter(
+                f"{where}.images: only a user's messages may have images.",
+                hint="Send them in a message of the role user.",
+                param=f"{where}.images",
+            )
         match message.role:
             case "assistant":
                 made = []
@@ -191,6 +197,8 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Plain]:
                         "tool", text, where, tool_call_id=answered, name=message.tool_name or None
                     )
                 )
+            case "user":
+                found.append(conversation.user([*_images(message.images, f"{where}.images"), text], where))
             case role:
                 found.append(conversation.message(role, text, where))
     return found

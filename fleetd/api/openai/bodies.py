@@ -63,12 +63,20 @@ class AllowedChoice(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_
 ToolChoice = ForcedTool | AllowedChoice
 
 
-class ContentPart(msgspec.Struct, frozen=True, rename={"kind": "type"}):
-    """A content part. Only text is understood; the others are read only to be refused by name."""
+class ImageUrl(msgspec.Struct, frozen=True):
+    """An image, as a ``data:`` URL. How closely it is looked at (``detail``) is the model's own choice."""
 
-    kind: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
+    url: str
+    detail: str | None = None
+
+
+class ContentPart(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+    """A content part. Texts and images are understood; the others are read only to be refused by name."""
+
+    kind: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal", "image_url"]})]
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True):

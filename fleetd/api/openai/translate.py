@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from fleetd import limits
-from fleetd.api.generation import answer_form, conversation
+from fleetd.api.generation import answer_form, conversation, images
 from fleetd.api.generation.conversation import Plain
 from fleetd.api.generation.fields import speculate
+from fleetd.api.generation.images import Piece
 from fleetd.api.generation.reasoning import template_kwargs
 from fleetd.api.generation.sampling_fields import sampling
 from fleetd.api.openai.bodies import (
@@ -22,6 +23,7 @@ from fleetd.api.openai.bodies import (
     Common,
     CompletionBody,
     ContentPart,
+    ImageUrl,
     Message,
     SystemMessage,
     ToolMessage,
@@ -31,6 +33,9 @@ from fleetd.api.openai.forms import of_fields
 from fleetd.engine.protocol import Generate, Prompt, TextPrompt, TokenPrompt
 from fleetd.engine.sampling.constraint import Constraint
 from fleetd.errors import InvalidValue, UnsupportedParameter
+
+# Parts that are texts.
+_TEXTS = ("text", "refusal")
 
 
 def chat(body: ChatBody, request_id: str) -> list[Generate]:
@@ -173,6 +178,8 @@ def _prompts(prompt: str | Sequence[str | int | list[int]]) -> list[Prompt]:
 def message(message: Message, index: int) -> dict[str, Any]:
     """A message as chat templates read it. Raises InvalidValue, UnsupportedParameter."""
     where = f"messages[{index}]"
+    if isinstance(message, UserMessage):
+        return conversation.user(_pieces(message.content, f"{where}.content"), where, name=message.name)
     text = _text(message.content, f"{where}.content", returned=isinstance(message, ToolMessage))
     match message:
         case AssistantMessage():
@@ -194,8 +201,6 @@ def message(message: Message, index: int) -> dict[str, Any]:
             return conversation.message(
                 "tool", text or "", where, tool_call_id=message.tool_call_id, name=message.name
             )
-        case UserMessage():
-            return conversation.message("user", text, where, name=message.name)
         case SystemMessage():  # and developer, which is its newer name
             return conversation.message("system", text, where, name=message.name)
 
@@ -213,19 +218,39 @@ def _text(content: str | list[ContentPart] | None, where: str, *, returned: bool
         return content
     texts = []
     for i, part in enumerate(content):
-        text = {"text": part.text, "refusal": part.refusal}.get(part.kind)
-        if part.kind not in ("text", "refusal") and returned:
-            text = conversation.left_out(part.kind)
-        elif part.kind not in ("text", "refusal"):
-            raise UnsupportedParameter(
-                f"{where}[{i}]: content of type {part.kind[:64]!r} is not supported.",
-                hint="Send text parts only.",
-                param=where,
-            )
-        if text is None:
-            raise InvalidValue(f"{where}[{i}]: a {part.kind} part needs {part.kind!r}.", param=where)
-        texts.append(text)
+        told = returned and part.kind not in _TEXTS
+        texts.append(conversation.left_out(part.kind) if told else _part_text(part, f"{where}[{i}]", where))
     return conversation.joined(texts)
+
+
+def _pieces(content: str | list[ContentPart], where: str) -> list[Piece]:
+    """The texts and images of a user's message. Raises InvalidValue, UnsupportedParameter."""
+    if isinstance(content, str):
+        return [content]
+    return [
+        _image(part, f"{where}[{i}]")
+        if part.kind == "image_url"
+        else _part_text(part, f"{where}[{i}]", where)
+        for i, part in enumerate(content)
+    ]
+
+
+def _image(part: ContentPart, where: str) -> bytes:
+    given = part.image_url
+    return images.from_url(given.url if isinstance(given, ImageUrl) else given, f"{where}.image_url")
+
+
+def _part_text(part: ContentPart, where: str, param: str) -> str:
+    if part.kind not in _TEXTS:
+        raise UnsupportedParameter(
+            f"{where}: content of type {part.kind[:64]!r} is not supported.",
+            hint="Send text parts, and images in a user's messages.",
+            param=param,
+        )
+    text = {"text": part.text, "refusal": part.refusal}[part.kind]
+    if text is None:
+        raise InvalidValue(f"{where}: a {part.kind} part needs {part.kind!r}.", param=param)
+    return text
 
 
 def _tool_choice(body: ChatBody, tools: list[Plain]) -> tuple[list[Plain], Any]:

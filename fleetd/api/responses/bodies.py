@@ -36,18 +36,24 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class InputPart(msgspec.Struct, frozen=True, rename={"kind": "type"}):
-    """A part of an item's content. Only text is understood; the others are read to be refused by name."""
+    """A part of an item's content. Texts and images are understood; the others are read to be refused by
+    name."""
 
     kind: Annotated[
         str,
         Meta(
             extra_json_schema={
-                "enum": ["input_text", "output_text", "refusal", "reasoning_text", "summary_text", "text"]
+                "enum": [
+                    *("input_text", "output_text", "refusal", "reasoning_text", "summary_text", "text"),
+                    "input_image",
+                ]
             }
         ),
     ]
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    file_id: str | None = None
 
 
 class InputItem(msgspec.Struct, frozen=True, rename={"kind": "type"}):

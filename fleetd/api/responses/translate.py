@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 
-from fleetd.api.generation import answer_form, conversation
+from fleetd.api.generation import answer_form, conversation, images
 from fleetd.api.generation.conversation import Plain
 from fleetd.api.generation.fields import speculate
+from fleetd.api.generation.images import Piece
 from fleetd.api.generation.reasoning import template_kwargs
 from fleetd.api.generation.sampling_fields import sampling
 from fleetd.api.responses.bodies import (
@@ -222,14 +223,18 @@ class _Items:
     def _message(self, item: InputItem, where: str) -> None:
         if item.role is None or item.content is None:
             raise InvalidValue(f"{where}: a message needs role and content.", param=where)
+        if item.role == "user":
+            pieces = _pieces(item.content, f"{where}.content")
+            self._end_turn(where)
+            for piece in pieces or [""]:
+                conversation.append_user(self._found, piece, where)
+            return
         text = conversation.joined(_texts(item.content, f"{where}.content"))
         if item.role == "assistant":
             self._open_turn().texts.append(text)
             return
         self._end_turn(where)
-        if item.role == "user":
-            conversation.append_user(self._found, text, where)
-        elif not self._found:
+        if not self._found:
             self.system.append(text)
         else:
             conversation.append_instruction(self._found, text, where)
@@ -269,6 +274,26 @@ def _texts(content: str | Sequence[InputPart] | None, where: str, *, returned: b
     if content is None or isinstance(content, str):
         return [content] if content else []
     return [_text(part, f"{where}[{i}]", returned) for i, part in enumerate(content)]
+
+
+def _pieces(content: str | Sequence[InputPart], where: str) -> list[Piece]:
+    """The texts and images of a user's message. Raises InvalidValue, UnsupportedParameter."""
+    if isinstance(content, str):
+        return [content]
+    return [
+        _image(part, f"{where}[{i}]") if part.kind == "input_image" else _text(part, f"{where}[{i}]", False)
+        for i, part in enumerate(content)
+    ]
+
+
+def _image(part: InputPart, where: str) -> bytes:
+    if part.file_id is not None and part.image_url is None:
+        raise UnsupportedParameter(
+            f"{where}.file_id: no files are kept here.",
+            hint="Send the image itself in image_url: data:image/png;base64,...",
+            param=f"{where}.file_id",
+        )
+    return images.from_url(part.image_url, f"{where}.image_url")
 
 
 def _text(part: InputPart, where: str, returned: bool) -> str:

@@ -278,7 +278,7 @@ def _chat(
 def _with_marks(
     messages: list[Message], reader: ImageReader | None
 ) -> tuple[list[Message], PromptImages | None]:
-    """Messages with a mark for each image, and the images; None if there are none, or the model reads none."""
+    """Messages with a mark for each image, and the images; None if there are none or the model reads none."""
     return (messages, None) if reader is None else PromptImages.of(messages, reader)
 
 

@@ -24,8 +24,7 @@ from typing import Any
 import msgspec
 
 from fleetd.engine.prompt import chat_template
-
-Message = dict[str, Any]
+from fleetd.engine.protocol import IMAGES, Message
 
 # What gpt-oss writes before its reasoning, and between that and what it says before a call.
 _ANALYSIS = "<|channel|>analysis<|message|>"
@@ -127,6 +126,10 @@ def merged(first: Message, second: Message) -> Message:
         whole["reasoning_content"] = reasoning
     if calls:
         whole["tool_calls"] = calls
+    if IMAGES in first or IMAGES in second:
+        before = len(text) - len(_text_of(second))
+        moved = [(before + chars, image) for chars, image in second.get(IMAGES, ())]
+        whole[IMAGES] = [*first.get(IMAGES, ()), *moved]
     return whole
 
 

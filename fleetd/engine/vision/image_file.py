@@ -1,7 +1,7 @@
-"""An image's file as pixels, within bounds: what a client sends is data that somebody may have made to harm.
+"""An image's file as pixels, within bounds: somebody may have made it to do harm.
 
-Pillow reads it. Only formats that its own code and the usual libraries decode are tried, the size is looked at
-before a pixel is decoded, and of an animation the first frame counts.
+Pillow reads it. Only a few formats are tried, the size is looked at before a pixel is decoded, and of an
+animation the first frame counts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a model reads images with: found in its folder, and read apart from the text model.
 
-mlx-lm reads the text model of such a folder and drops the rest. Here the rest is read, for the families of
-which the text model takes an image as tokens like others: one position each, which see what comes before them.
+mlx-lm reads the text model of such a folder and drops the rest. Here the rest is read, for families whose
+text model takes an image as tokens like others: each has one position, and sees what comes before it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 import numpy as np
-from mlx.utils import tree_flatten
 
 from fleetd import limits
 from fleetd.engine.vision import pixtral
@@ -75,7 +74,7 @@ class ImageSettings(msgspec.Struct, frozen=True):
         return cls()
 
 
-class ImageReader(nn.Module):
+class ImageReader(nn.Module):  # type: ignore[misc]
     """An image encoder and what joins it to the text model. Frozen; computes on the default device."""
 
     #: What the chat template writes for an image.
@@ -103,11 +102,13 @@ class ImageReader(nn.Module):
     def patches(self, image: np.ndarray[Any, np.dtype[np.uint8]]) -> ImagePatches:
         """An (H, W, 3) image as it is read. Computes on the CPU, in any thread."""
         multiple = self.patch * self.side
-        height, width = pixtral.fitted(*image.shape[:2], self.settings.longest, multiple)
-        pixels = resized(image, height, width).astype(np.float32) / 255
-        pixels = (pixels - np.float32(self.settings.mean)) / np.float32(self.settings.deviation)
+        height, width = pixtral.fitted(image.shape[0], image.shape[1], self.settings.longest, multiple)
+        mean, deviation = (
+            np.array(each, dtype=np.float32) for each in (self.settings.mean, self.settings.deviation)
+        )
+        pixels = (resized(image, height, width).astype(np.float32) / np.float32(255) - mean) / deviation
         rows, columns = height // multiple, width // multiple
-        return ImagePatches(pixels.astype(np.float32), rows * columns, pixtral.shown(rows, columns))
+        return ImagePatches(pixels, rows * columns, pixtral.shown(rows, columns))
 
     def __call__(self, patches: ImagePatches) -> mx.array:
         """The image's rows, (``patches.rows``, D of the text model)."""
@@ -142,7 +143,7 @@ def _weights(folder: Path, reader: ImageReader) -> Iterable[tuple[str, mx.array]
     channels = int(reader.vision_tower.patch_conv.weight.shape[-1])
     for file in weight_files(folder):
         try:
-            loaded = mx.load(str(file))
+            loaded: Any = mx.load(str(file))
         except (RuntimeError, ValueError) as error:
             raise ModelCorrupt(f"{file.name} cannot be read: {error}") from error
         for name, array in loaded.items():
@@ -155,9 +156,7 @@ def _weights(folder: Path, reader: ImageReader) -> Iterable[tuple[str, mx.array]
             yield plain, array
 
 
-def _quantise_like(
-    reader: ImageReader, weights: Mapping[str, mx.array], config: Mapping[str, Any]
-) -> None:
+def _quantise_like(reader: ImageReader, weights: Mapping[str, mx.array], config: Mapping[str, Any]) -> None:
     """Give each layer that is quantised in the files the form that it has there."""
     given = config.get("quantization")
     whole = given if isinstance(given, dict) else {}
@@ -175,8 +174,3 @@ def _quantise_like(
 
     if any(name.endswith(".scales") for name in weights):
         nn.quantize(reader, class_predicate=chosen)
-
-
-def reader_bytes(reader: ImageReader) -> int:
-    """Bytes of its weights, as they are held."""
-    return sum(array.nbytes for _, array in tree_flatten(reader.parameters()))

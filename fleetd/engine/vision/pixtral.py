@@ -52,7 +52,7 @@ def activation(name: str) -> Any:
     return known[name]
 
 
-class _Attention(nn.Module):
+class _Attention(nn.Module):  # type: ignore[misc]
     def __init__(self, config: PixtralConfig) -> None:
         super().__init__()
         width = config.hidden_size
@@ -87,7 +87,7 @@ def _turned(rows: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
     return rows * cos + swapped * sin
 
 
-class _FeedForward(nn.Module):
+class _FeedForward(nn.Module):  # type: ignore[misc]
     def __init__(self, config: PixtralConfig) -> None:
         super().__init__()
         self.act = activation(config.hidden_act)
@@ -99,7 +99,7 @@ class _FeedForward(nn.Module):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
-class _Layer(nn.Module):
+class _Layer(nn.Module):  # type: ignore[misc]
     def __init__(self, config: PixtralConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
@@ -112,13 +112,13 @@ class _Layer(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
-class _Transformer(nn.Module):
+class _Transformer(nn.Module):  # type: ignore[misc]
     def __init__(self, config: PixtralConfig) -> None:
         super().__init__()
         self.layers = [_Layer(config) for _ in range(config.num_hidden_layers)]
 
 
-class PixtralEncoder(nn.Module):
+class PixtralEncoder(nn.Module):  # type: ignore[misc]
     """One image's patches, each of which sees all others."""
 
     def __init__(self, config: PixtralConfig) -> None:
@@ -141,7 +141,7 @@ class PixtralEncoder(nn.Module):
             x = layer(x, turns)
             # A layer at a time: what attention takes is not held for all of them.
             mx.eval(x)
-        return x.reshape(rows, columns, width)
+        return x.reshape(rows, columns, width)  # type: ignore[no-any-return]
 
     def _turns(self, rows: int, columns: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         """cos and sin (L, head): even frequencies turn with a patch's row, odd ones with its column."""
@@ -161,7 +161,7 @@ class PixtralEncoder(nn.Module):
         return mx.cos(both).astype(dtype), mx.sin(both).astype(dtype)
 
 
-class _PatchMerger(nn.Module):
+class _PatchMerger(nn.Module):  # type: ignore[misc]
     def __init__(self, width: int, side: int) -> None:
         super().__init__()
         self.side = side
@@ -175,7 +175,7 @@ class _PatchMerger(nn.Module):
         return self.merging_layer(grid.reshape(-1, width * side * side))  # type: ignore[no-any-return]
 
 
-class Mistral3Projector(nn.Module):
+class Mistral3Projector(nn.Module):  # type: ignore[misc]
     """From the encoder's width to the text model's, with every side x side patches as one."""
 
     def __init__(

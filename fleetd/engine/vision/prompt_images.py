@@ -1,4 +1,4 @@
-"""Images of one conversation: where they stand in its prompt, and the rows that take the place of tokens there.
+"""Images of one conversation: where they stand in its prompt, and the rows that stand for tokens there.
 
     messages with images ──marks──► template ──parts──► text with placeholders ──► what stands for each image
     tokens ──► places of rows ──► the prefix cache's numbers for them, by the images' content
@@ -104,9 +104,7 @@ class PromptImages:
                 param="messages",
             )
         shown = (self.patches[image].text for image in order)
-        return pieces[0] + "".join(
-            stands + piece for stands, piece in zip(shown, pieces[1:], strict=True)
-        )
+        return pieces[0] + "".join(stands + piece for stands, piece in zip(shown, pieces[1:], strict=True))
 
     # ---- tokens ----------------------------------------------------------------------------------------
 
@@ -168,7 +166,7 @@ class PromptImages:
 def _images(message: Message, where: str) -> ImageList:
     """A message's images. Raises InvalidValue: another machine sent something else."""
     try:
-        found = msgspec.convert(message[IMAGES], ImageList)
+        found = msgspec.convert(message[IMAGES], ImageList, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
         raise InvalidValue(f"{where}: its images are not understood: {error}.", param=where) from error
     if sorted(chars for chars, _ in found) != [chars for chars, _ in found]:

@@ -308,6 +308,7 @@ class Placer:
             session=session,
             places=places,
             exact=job.request.exact,
+            unaided=job.has_images,
         )
 
     def known(self, model: WantedModel, *texts: str) -> Callable[[Member], KnownTokens]:
@@ -336,6 +337,7 @@ class Placer:
         places: PromptPlaces = _NOWHERE,
         added: Sequence[Member] = (),
         exact: bool = False,
+        unaided: bool = False,
     ) -> Ways:
         """Every way to answer a prompt, priced or refused.
 
@@ -347,14 +349,16 @@ class Placer:
             session: the ``life`` of the machine where a named session is.
             places: what each machine keeps of the prompt.
             exact: helpers send rows as they are held.
+            unaided: no machine can help with the prompt, or has some of it: it has images.
         """
         others = [*(self._members.others("answer") if others is None else others), *added]
         here = self._members.here()
         helping = [here, *self._members.others("prefill"), *added]
-        if not ask.counted and ask.prompt_tokens < limits.SHARE_LEAST_TOKENS:
+        short = not ask.counted and ask.prompt_tokens < limits.SHARE_LEAST_TOKENS
+        if short or unaided:
             helping = []  # only people want to hear why no machine helps with so short a prompt
         # Looked up once for all homes; mostly nothing of the prompt is kept anywhere.
-        sources = [here, *self._members.others("fetch")] if places else []
+        sources = [here, *self._members.others("fetch")] if places and not unaided else []
         machines = [(each, known(each)) for each in (here, *others)]
         homes = [
             self._home(ask, model, each, helping, sources, read, kept, places) for each, read in machines

@@ -11,6 +11,7 @@ them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -40,9 +41,20 @@ from fleetd.text.bounded import is_deeper
 
 RUN = "job.run"
 # What of a job a machine has to know, or it must not run it: versions that do not know the method refuse it.
-# UNAIDED: no third machine may see the prompt. HELD: the answer, or calls of tools, are held to a form.
-_UNAIDED, _HELD = "unaided", "held"
-METHODS = {RUN: False, f"{RUN}_{_UNAIDED}": True, f"{RUN}_{_HELD}": False, f"{RUN}_{_HELD}_{_UNAIDED}": True}
+# SEEN: the prompt has images. HELD: the answer, or calls of tools, are held to a form. UNAIDED: no third
+# machine may see the prompt.
+_SEEN, _HELD, _UNAIDED = "seen", "held", "unaided"
+
+
+def _name(*, seen: bool, held: bool, unaided: bool) -> str:
+    marks = ((_SEEN, seen), (_HELD, held), (_UNAIDED, unaided))
+    return "_".join([RUN, *(mark for mark, needed in marks if needed)])
+
+
+METHODS = {
+    _name(seen=seen, held=held, unaided=unaided): unaided
+    for seen, held, unaided in itertools.product((False, True), repeat=3)
+}
 """Each method, and whether its jobs are unaided."""
 
 # Of a number in a trace: a Unix time, tokens, bytes.
@@ -53,10 +65,9 @@ _Name = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
 
 def method(request: Generate, *, unaided: bool) -> str:
     """The method by which another machine is asked for an answer."""
-    held = request.constraint is not None or (
-        isinstance(request.prompt, ChatPrompt) and request.prompt.strict_tools
-    )
-    return "_".join([RUN, *([_HELD] if held else ()), *([_UNAIDED] if unaided else ())])
+    chat = request.prompt if isinstance(request.prompt, ChatPrompt) else ChatPrompt([])
+    held = request.constraint is not None or bool(chat.strict_tools)
+    return _name(seen=chat.has_images, held=held, unaided=unaided)
 
 
 class RanAt(msgspec.Struct, frozen=True, tag="where", omit_defaults=True):

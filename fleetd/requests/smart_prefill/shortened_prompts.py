@@ -15,7 +15,7 @@ from fleetd.compression import elide
 from fleetd.compression.document import Document, unmark, unmarked
 from fleetd.compression.selection import Selection
 from fleetd.compression.words import Range, estimate_tokens
-from fleetd.engine.protocol import ChatPrompt, Generate, Keep, TextPrompt, TokenPrompt
+from fleetd.engine.protocol import IMAGES, ChatPrompt, Generate, Keep, TextPrompt, TokenPrompt
 
 
 def document(request: Generate, *, system_context: bool = False) -> Document | None:
@@ -36,12 +36,23 @@ def plain(request: Generate) -> Generate:
     """The whole prompt, without the marks that only selection understands."""
     match request.prompt:
         case ChatPrompt(messages=messages):
-            prompt = msgspec.structs.replace(request.prompt, messages=unmarked(messages))
+            texts = [
+                _moved(message, text) for message, text in zip(messages, unmarked(messages), strict=True)
+            ]
+            prompt = msgspec.structs.replace(request.prompt, messages=texts)
             return msgspec.structs.replace(request, prompt=prompt)
         case TextPrompt(text):
             return msgspec.structs.replace(request, prompt=TextPrompt(unmark(text)[0]))
         case TokenPrompt():
             return request
+
+
+def _moved(message: Mapping[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+    """``plain``, the message without marks, with its images where they stand in the text then."""
+    if IMAGES not in message:
+        return plain
+    content = message["content"]
+    return plain | {IMAGES: [(len(unmark(content[:at])[0]), file) for at, file in message[IMAGES]]}
 
 
 def shortened(request: Generate, found: Document, selection: Selection) -> Generate:

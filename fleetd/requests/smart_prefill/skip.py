@@ -9,6 +9,7 @@ Code = Literal[
     "",
     "token_prompt",
     "echo",
+    "images",
     "short",
     "cached",
     "no_compressor",

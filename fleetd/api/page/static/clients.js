@@ -37,7 +37,7 @@ function cards(model) {
     { name: "opencode", agent: true, note: "It gets its settings in its environment; its own files stay as they are.", text: `fleetctl launch -m ${name} opencode` },
     { name: "Zed", editor: true, note: "In settings.json. The key goes into the agent's settings, LLM Providers, fleetd: it is what `fleetctl env` prints as OPENAI_API_KEY.",
       text: json({ language_models: { openai_compatible: { fleetd: { api_url: base, available_models: [{ name, display_name: `${short(name)} (fleetd)`, max_tokens: context, max_output_tokens: output,
-        capabilities: { tools: Boolean(model.tools), images: false, parallel_tool_calls: false, prompt_cache_key: false } }] } } } }) },
+        capabilities: { tools: Boolean(model.tools), images: Boolean(model.images), parallel_tool_calls: false, prompt_cache_key: false } }] } } } }) },
     { name: "VS Code (Continue)", editor: true, note: `In ~/.continue/config.yaml. ${KEY}`,
       text: `name: fleetd\nversion: 1.0.0\nschema: v1\nmodels:\n  - name: ${short(name)}\n    provider: openai\n    model: ${name}\n    apiBase: ${base}\n    apiKey: KEY\n    roles: [chat, edit, apply]\n${model.tools ? "    capabilities: [tool_use]\n" : ""}    defaultCompletionOptions:\n      contextLength: ${context}\n      maxTokens: ${output}` },
     { name: "Cursor", editor: true, note: `Settings, Models: add the model by its name, and turn on “Override OpenAI Base URL”. Cursor's servers call that address, not your machine: it takes a tunnel with a public https address, whose name is listed in \`http.allowed_hosts\`, and your prompts pass Cursor's servers. ${KEY}`,

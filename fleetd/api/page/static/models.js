@@ -202,7 +202,7 @@ function installedRow(model) {
   const busy = workOn(model.name)?.text;
   return h("li", { key: model.name },
     h("div", null, h("h3", null, short(model.name)),
-      h("p", { class: "quiet" }, [bytes(model.weights_bytes), `${count(model.context_tokens)} tokens of context`, model.architecture, model.roles.join(", "), tools(model), drafter(model)].filter(Boolean).join(" · "))),
+      h("p", { class: "quiet" }, [bytes(model.weights_bytes), `${count(model.context_tokens)} tokens of context`, model.architecture, model.roles.join(", "), tools(model), model.images && "images", drafter(model)].filter(Boolean).join(" · "))),
     h("div", null, h("p", null, h("span", { class: `tag ${at}` }, at), model.pinned && h("span", { class: "tag" }, "pinned"), engine?.memory_bytes > 0 && h("span", { class: "quiet" }, ` ${bytes(engine.memory_bytes)}`)),
       engine?.state === "loading" && [h("p", { class: "quiet" }, engine.stage), engine.total > 0 && bar(engine.done, engine.total, engine.stage)],
       engine?.members?.length > 0 && h("p", { class: "quiet" }, heldTogether(engine)),
