@@ -91,7 +91,7 @@ def _scenario(*names: str) -> tuple[str, ...]:
 # The engine's rooms that every request passes; the others are features, which their own families name.
 _ROOMS = (
     *("answer", "cpu", "daemon_side", "grammar", "layers", "load", "loop"),
-    *("measure", "prefixes", "prompt", "sampling"),
+    *("measure", "prefixes", "prompt", "sampling", "vision"),
 )
 _ENGINE = (":(glob)fleetd/engine/*.py", *(f"fleetd/engine/{room}" for room in _ROOMS))
 _REQUESTS = (

@@ -179,7 +179,7 @@ def test_several_results_an_error_among_them_come_before_what_the_user_says() ->
     assert found[1]["content"] is None
     assert [call["id"] for call in found[1]["tool_calls"]] == ["a", "b"]
     assert [(each["role"], each.get("tool_call_id"), each["content"]) for each in found[2:]] == [
-        ("tool", "a", "4\n[An image was left out here: this model reads text only.]"),
+        ("tool", "a", "4\n[An image was left out here: what tools return is read as text only.]"),
         ("tool", "b", "Error: gone"),
         ("user", None, "And now?"),
     ]
@@ -286,8 +286,8 @@ def test_tool_choice(choice: dict[str, Any], expected: Any) -> None:
 
 
 def test_what_would_change_the_answer_is_refused_by_name() -> None:
-    image = {"role": "user", "content": [text("see"), {"type": "image", "source": {"type": "base64"}}]}
-    assert "messages.0.content.1: image input is not supported" in refused(messages=[image])
+    image = {"role": "user", "content": [text("see"), {"type": "image", "source": {"type": "file"}}]}
+    assert "messages.0.content.1.source: images of type 'file'" in refused(messages=[image])
     assert "prefill" in refused(messages=[USER, {"role": "assistant", "content": "The"}])
     assert "'web_search_20250305'" in refused(tools=[{"type": "web_search_20250305", "name": "web_search"}])
     assert "mcp_servers" in refused(mcp_servers=[{"type": "url", "url": "x"}])
@@ -312,8 +312,8 @@ def test_what_a_tool_returned_and_no_model_reads_leaves_a_note() -> None:
     result = {"type": "tool_result", "tool_use_id": "a", "content": returned}
     (message,) = prompt(messages=[{"role": "user", "content": [result]}]).messages
     assert message["content"].split("\n") == [
-        "[A part of type 'document' was left out here: this model reads text only.]",
-        "[An image was left out here: this model reads text only.]",
+        "[A part of type 'document' was left out here: what tools return is read as text only.]",
+        "[An image was left out here: what tools return is read as text only.]",
         "Tides",
         "https://sea",
         "High at six.",
@@ -328,7 +328,9 @@ def test_a_session_that_began_at_another_server_goes_on() -> None:
         text("At six."),
     ]
     _, said, _ = prompt(messages=[USER, {"role": "assistant", "content": searched}, USER]).messages
-    note = "[A part of type 'web_search_tool_result' was left out here: this model reads text only.]"
+    note = (
+        "[A part of type 'web_search_tool_result' was left out here: what tools return is read as text only.]"
+    )
     assert said == {"role": "assistant", "content": f"{note}\nAt six."}
 
 

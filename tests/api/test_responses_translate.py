@@ -209,7 +209,7 @@ def test_a_file_that_a_tool_returned_leaves_a_note() -> None:
     }
     found = translated(input=[file]).generate.prompt
     assert isinstance(found, ChatPrompt)
-    note = "[A part of type 'input_file' was left out here: this model reads text only.]"
+    note = "[A part of type 'input_file' was left out here: what tools return is read as text only.]"
     assert found.messages[0]["content"] == note
 
 
@@ -221,8 +221,8 @@ def test_what_only_chats_know_is_refused_and_not_dropped(name: str, value: Any) 
 
 
 def test_refusals_name_the_field() -> None:
-    image = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
-    assert refused(input=[image]).startswith("input[0].content[0]: content of type 'input_image'")
+    image = {"role": "user", "content": [{"type": "input_image", "file_id": "file_1"}]}
+    assert refused(input=[image]).startswith("input[0].content[0].file_id: no files are kept here")
     assert "whole conversation" in refused(conversation="conv_0")
     assert "web_search" in refused(tool_choice={"type": "web_search"})
     assert "/v1/chat/completions" in refused(include=["message.output_text.logprobs"])

@@ -30,6 +30,7 @@ from fleetd.compression.words import estimate_tokens
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_plan import OptionView, PlanView
 from fleetd.engine.protocol import (
+    IMAGES,
     Accepted,
     ChatPrompt,
     Delta,
@@ -519,10 +520,15 @@ async def test_a_compressor_that_nobody_has_is_named(home: Any) -> None:
         (chat("Short."), "short"),
         (Generate("r1", TokenPrompt([1] * 9000)), "token_prompt"),
         (chat(echo=True), "echo"),
+        (
+            Generate("r1", ChatPrompt([{"role": "user", "content": "x" * 9000, IMAGES: [(0, b"x")]}])),
+            "images",
+        ),
     ],
 )
 async def test_some_prompts_are_not_for_shortening(home: Any, request_: Generate, code: str) -> None:
     this = home()
+    this.models.found = [FakeFolder("m", images=True)]
     assert (await this.told(request_)).code == code
     assert this.pool.asked == [request_]
     assert not this.pool.scores

@@ -87,6 +87,7 @@ class FakeFolder:
     architecture: str = field(default="llama", compare=False)
     created_s: float = field(default=1_700_000_000.5, compare=False)
     purpose: str = field(default="chat", compare=False)
+    images: bool = field(default=False, compare=False)
 
     @property
     def shape(self) -> ModelShape:
