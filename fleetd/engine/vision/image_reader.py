@@ -23,6 +23,7 @@ from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models.images import ENCODER, PROJECTOR, reads_images
 from fleetd.models.json_files import read_json
 from fleetd.models.weights import weight_files
+from fleetd.text.decoding import from_plain
 
 # CLIP's means and deviations of red, green and blue, which makers use where they say nothing else.
 _MEAN, _DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -59,7 +60,7 @@ class ImageSettings(msgspec.Struct, frozen=True):
                 found = found.get("image_processor", found)
                 size = found.get("size")
                 longest = size.get("longest_edge") if isinstance(size, dict) else size
-                return msgspec.convert(
+                return from_plain(
                     {
                         key: value
                         for key, value in {
@@ -82,7 +83,7 @@ class ImageReader(nn.Module):  # type: ignore[misc]
 
     def __init__(self, config: Mapping[str, Any], settings: ImageSettings) -> None:
         super().__init__()
-        vision = msgspec.convert(config["vision_config"], PixtralConfig)
+        vision = from_plain(config["vision_config"], PixtralConfig)
         text = config["text_config"]
         self.settings = settings
         self.side = int(config.get("spatial_merge_size", 2))

@@ -52,7 +52,7 @@ def activation(name: str) -> Any:
     return known[name]
 
 
-class _Attention(nn.Module):  # type: ignore[misc]
+class _PatchAttention(nn.Module):  # type: ignore[misc]
     def __init__(self, config: PixtralConfig) -> None:
         super().__init__()
         width = config.hidden_size
@@ -87,7 +87,7 @@ def _turned(rows: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
     return rows * cos + swapped * sin
 
 
-class _FeedForward(nn.Module):  # type: ignore[misc]
+class _PatchFeedForward(nn.Module):  # type: ignore[misc]
     def __init__(self, config: PixtralConfig) -> None:
         super().__init__()
         self.act = activation(config.hidden_act)
@@ -99,23 +99,23 @@ class _FeedForward(nn.Module):  # type: ignore[misc]
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
-class _Layer(nn.Module):  # type: ignore[misc]
+class _PixtralLayer(nn.Module):  # type: ignore[misc]
     def __init__(self, config: PixtralConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
-        self.attention = _Attention(config)
+        self.attention = _PatchAttention(config)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
-        self.feed_forward = _FeedForward(config)
+        self.feed_forward = _PatchFeedForward(config)
 
     def __call__(self, x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
         x = x + self.attention(self.attention_norm(x), turns)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
-class _Transformer(nn.Module):  # type: ignore[misc]
+class _PixtralLayers(nn.Module):  # type: ignore[misc]
     def __init__(self, config: PixtralConfig) -> None:
         super().__init__()
-        self.layers = [_Layer(config) for _ in range(config.num_hidden_layers)]
+        self.layers = [_PixtralLayer(config) for _ in range(config.num_hidden_layers)]
 
 
 class PixtralEncoder(nn.Module):  # type: ignore[misc]
@@ -129,7 +129,7 @@ class PixtralEncoder(nn.Module):  # type: ignore[misc]
             config.num_channels, config.hidden_size, kernel_size=patch, stride=patch, bias=False
         )
         self.ln_pre = nn.RMSNorm(config.hidden_size, eps=1e-5)
-        self.transformer = _Transformer(config)
+        self.transformer = _PixtralLayers(config)
 
     def __call__(self, pixels: mx.array) -> mx.array:
         """(H, W, 3), both sides whole patches → (H / patch, W / patch, W of the encoder)."""
@@ -176,7 +176,7 @@ class _PatchMerger(nn.Module):  # type: ignore[misc]
 
 
 class Mistral3Projector(nn.Module):  # type: ignore[misc]
-    """From the encoder's width to the text model's, with every side x side patches as one."""
+    """A projection to the text model's width, of every side x side patches as one."""
 
     def __init__(
         self, width: int, text_width: int, *, side: int, eps: float, bias: bool, hidden_act: str

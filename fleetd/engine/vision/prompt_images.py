@@ -24,6 +24,7 @@ from fleetd.engine.protocol import IMAGES, ImageList, Message
 from fleetd.engine.vision.image_file import read_image
 from fleetd.engine.vision.image_reader import ImagePatches, ImageReader
 from fleetd.errors import BadRequest, InvalidValue
+from fleetd.text.decoding import from_plain
 
 # Above the numbers of all tokens, and of tokens with their positions (``slot_tokens``).
 _ABOVE = 1 << 62
@@ -166,7 +167,7 @@ class PromptImages:
 def _images(message: Message, where: str) -> ImageList:
     """A message's images. Raises InvalidValue: another machine sent something else."""
     try:
-        found = msgspec.convert(message[IMAGES], ImageList, builtin_types=(bytes,))
+        found = from_plain(message[IMAGES], ImageList)
     except msgspec.ValidationError as error:
         raise InvalidValue(f"{where}: its images are not understood: {error}.", param=where) from error
     if sorted(chars for chars, _ in found) != [chars for chars, _ in found]:
