@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import io
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageOps
 
 from fleetd import limits
 from fleetd.errors import InvalidValue, PayloadTooLarge
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
@@ -30,6 +32,8 @@ def read_image(data: bytes, where: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         InvalidValue: it is no image of these formats, or it is damaged.
         PayloadTooLarge: it has too many pixels.
     """
+    from PIL import Image, ImageOps  # most workers never see an image
+
     try:
         with warnings.catch_warnings():
             # Pillow warns of large images; the bound here is lower, and refuses.
@@ -62,13 +66,16 @@ def resized(
     """An (H, W, 3) image of another size, by bicubic interpolation as the models' makers have it."""
     if image.shape[:2] == (height, width):
         return image
+    from PIL import Image
+
     found = Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)
     return np.asarray(found, dtype=np.uint8)
 
 
-def _on_white(image: Image.Image) -> Image.Image:
+def _on_white(image: Image) -> Image:
+    from PIL.Image import alpha_composite, new
+
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         whole = image.convert("RGBA")
-        ground = Image.new("RGBA", whole.size, "white")
-        return Image.alpha_composite(ground, whole).convert("RGB")
+        return alpha_composite(new("RGBA", whole.size, "white"), whole).convert("RGB")
     return image.convert("RGB")
