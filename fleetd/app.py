@@ -273,7 +273,7 @@ class Daemon:
             version=__version__,
             names=self._config.models.names,
             weight_rules=machine.weight_rules,
-            hosts=frozenset(http.allowed_hosts),
+            hosts=http.hosts,
             origins=frozenset(http.allowed_origins),
             fleet=self._fleet or DisabledFleet(),
             plan=parts.plans.plan,
