@@ -130,10 +130,11 @@ def prepare(home: HomeFolder) -> None:
             f"The home {home.root} is not a folder.", hint="Choose another folder with --home."
         ) from error
     except OSError as error:
-        raise _home_error(home, error) from error
+        raise unusable(home, error) from error
 
 
-def _home_error(home: HomeFolder, error: OSError) -> ConfigError | DiskFull:
+def unusable(home: HomeFolder, error: OSError) -> ConfigError | DiskFull:
+    """The error of a home in which something could not be made."""
     reason = (error.strerror or str(error)).lower()
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(f"The home folder {home.root} cannot be written: {reason}.", hint="Free some space.")
@@ -169,7 +170,7 @@ class HomeLock:
             # Never through a planted link: the file is truncated below.
             fd = os.open(self._home.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, PRIVATE_FILE)
         except OSError as error:
-            raise _home_error(self._home, error) from error
+            raise unusable(self._home, error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -182,7 +183,7 @@ class HomeLock:
         except OSError as error:
             # A disk of the network may have none, and two daemons on one home would break it.
             os.close(fd)
-            raise _home_error(self._home, error) from error
+            raise unusable(self._home, error) from error
         os.ftruncate(fd, 0)
         # The pid is for people; the lock itself does not depend on it, so a full disk does not matter here.
         try:
