@@ -142,19 +142,20 @@ def _check_entry(entry: Path, allowed: list[Path]) -> bool:
 def check_configs(path: Path) -> None:
     """Check only the small files, for a download that has not brought the weights yet."""
     config = read_config(path)
-    for file in sorted(path.glob("*.json")):
-        if file.name in _DATA:
+    for file in sorted(path.iterdir()):
+        # Some file systems take all spellings of a name for one.
+        name = file.name.lower()
+        if name in _DATA:
             continue
-        if file.name.endswith("config.json"):
+        if name.endswith("config.json"):
             content = read_json(file, limits.MODEL_JSON_BYTES)
             if drafter_kind(config) is not None:
                 # Publishers name their own code there. The module that runs is the engine's.
                 content.pop("auto_map", None)
             _refuse_code_keys(file, content)
-        elif file.name == "tokenizer.json":
+        elif name == "tokenizer.json":
             read_json(file, limits.MODEL_JSON_BYTES)
-    for file in sorted(path.glob("*.jinja")):
-        if file.stat().st_size > limits.MODEL_CONFIG_BYTES:
+        elif name.endswith(".jinja") and file.stat().st_size > limits.MODEL_CONFIG_BYTES:
             raise ModelCorrupt(f"{file} is over {limits.MODEL_CONFIG_BYTES} bytes.", hint=PULL_AGAIN)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not _MODEL_TYPE.fullmatch(model_type):
@@ -217,7 +218,9 @@ def _check_weights(path: Path) -> None:
         raise ModelCorrupt(f"{path / lacking}, a part of the weights, is missing.", hint=PULL_AGAIN)
     files = weight_files(path)
     owner: dict[str, str] = {}
-    for file in sorted(path.glob("*.safetensors")):
+    for file in sorted(path.iterdir()):
+        if file.suffix.lower() != ".safetensors":
+            continue
         tensors = read_header(file)
         if file not in files:
             continue  # no weights of the model, but checked: another program may open it
