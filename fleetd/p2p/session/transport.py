@@ -199,9 +199,18 @@ class PeerConnection(asyncio.Protocol):
 
     @property
     def peer_host(self) -> str:
-        """The address of the other side's end of the connection."""
+        """The address of the other side's end of the connection, as it is dialled."""
         found = self._transport.get_extra_info("peername") if self._transport else None
-        return str(found[0]) if found else ""
+        if not found:
+            return ""
+        host, scope = str(found[0]), found[3] if len(found) > 3 else 0  # noqa: PLR2004  of IPv6
+        if not scope or "%" in host:
+            return host
+        try:
+            # A link-local address leads nowhere without its interface.
+            return f"{host}%{socket.if_indextoname(scope)}"
+        except OSError:  # the interface is gone
+            return host
 
     @property
     def is_attached(self) -> bool:
