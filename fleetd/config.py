@@ -838,9 +838,9 @@ def _check_hosts(config: Config) -> None:
     for host in config.http.allowed_hosts:
         if not _WEB_HOST.fullmatch(host):
             raise ConfigError(
-                f"`http.allowed_hosts` from {config.origin('http.allowed_hosts')} holds {host!r}, which is no "
-                "Host header.",
-                hint="Write HOST:PORT, or HOST alone for port 80; commas separate several in the environment.",
+                f"`http.allowed_hosts` from {config.origin('http.allowed_hosts')} holds {host!r}, which is "
+                "no Host header.",
+                hint="Write HOST:PORT, or HOST for port 80; commas separate several in the environment.",
                 param="http.allowed_hosts",
             )
 

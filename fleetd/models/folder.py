@@ -109,7 +109,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """The content of config.json of a model folder.
 
     Raises:
-        ModelCorrupt: the file is not there, is too long, holds no JSON object, or has a value that no model has.
+        ModelCorrupt: the file is not there, is too long, holds no JSON object, or a value that no model has.
     """
     file = path / "config.json"
     config = read_json(file, limits.MODEL_CONFIG_BYTES)

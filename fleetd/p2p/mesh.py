@@ -30,8 +30,8 @@ from fleetd.p2p.peers import Peer, PeerSession, StaticAddress
 # Of a machine that answers; the next attempt would most likely end in the same way.
 _FAULTS = (NotPaired, VersionMismatch, ProtocolError, IdentityRefused)
 _COPIED = (
-    "The same identity is connected from a later start. If the machine was not just restarted, another one runs "
-    "with a copy of its home: delete the folder identity/ in one of them, and pair that one again."
+    "The same identity is connected from a later start. If the machine was not just restarted, another one "
+    "runs with a copy of its home: delete the folder identity/ in one of them, and pair that one again."
 )
 
 

@@ -320,7 +320,15 @@ def test_a_folder_of_ones_own_that_cannot_be_read_is_not_listed_and_why_is_told(
 @pytest.mark.parametrize("value", ["x", [], ["x"], {"a": 1}, 1.5, True, -1, 1 << 70, 10**400], ids=str)
 @pytest.mark.parametrize(
     "key",
-    ["model_type", "text_config", "hidden_size", "pad_token_id", "max_position_embeddings", "n_ctx", "head_dim"],
+    [
+        "model_type",
+        "text_config",
+        "hidden_size",
+        "pad_token_id",
+        "max_position_embeddings",
+        "n_ctx",
+        "head_dim",
+    ],
 )
 def test_attack_one_odd_config_keeps_no_other_model_from_being_listed(
     tmp_path: Path, key: str, value: object, config: dict[str, object]

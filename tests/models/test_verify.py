@@ -221,7 +221,7 @@ def test_attack_a_damaged_file_in_capitals_is_corrupt(tmp_path: Path) -> None:
     """A file system that does not tell capitals apart gives it to whoever opens mtp.safetensors."""
     folder = make_folder(tmp_path / "m")
     (folder / "mtp.SAFETENSORS").write_bytes(b"noise")
-    with pytest.raises(ModelCorrupt, match="mtp.SAFETENSORS"):
+    with pytest.raises(ModelCorrupt, match=r"mtp\.SAFETENSORS"):
         verify(folder)
 
 

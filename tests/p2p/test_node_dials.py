@@ -17,7 +17,6 @@ from fleetd.p2p.session import transport
 from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
 from fleetd.p2p.session.transport import PeerConnection
 
-
 # The first interface of this machine.
 INDEX, NAME = socket.if_nameindex()[0]
 

@@ -117,7 +117,7 @@ def certificate_for(key: Ed25519PrivateKey) -> bytes:
 
 
 def _name(public_key: bytes) -> x509.Name:
-    """The id as the name: TLS looks for the anchor of a certificate by its name, and tries the first alone."""
+    """The id as the name: TLS looks for a certificate's anchor by its name, and tries the first alone."""
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 

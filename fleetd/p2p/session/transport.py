@@ -203,7 +203,7 @@ class PeerConnection(asyncio.Protocol):
         found = self._transport.get_extra_info("peername") if self._transport else None
         if not found:
             return ""
-        host, scope = str(found[0]), found[3] if len(found) > 3 else 0  # noqa: PLR2004  of IPv6
+        host, scope = str(found[0]), found[3] if len(found) > 3 else 0
         if not scope or "%" in host:
             return host
         try:
