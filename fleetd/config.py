@@ -834,7 +834,7 @@ def _check_origins(config: Config) -> None:
 
 
 def _check_hosts(config: Config) -> None:
-    """As ``_check_origins``: an address with a scheme or a path is no Host that a client sends."""
+    """An address with a scheme or a path is no Host that a client sends; as ``_check_origins``."""
     for host in config.http.allowed_hosts:
         if not _WEB_HOST.fullmatch(host):
             raise ConfigError(

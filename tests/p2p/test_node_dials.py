@@ -69,13 +69,13 @@ async def test_where_a_machine_called_from_can_be_dialled(
 ) -> None:
     """A link-local address, the only kind on a bare cable, needs its interface, which sockets name apart."""
 
-    class Wire(asyncio.Transport):
+    class NamedTransport(asyncio.Transport):
         def get_extra_info(self, name: str, default: Any = None) -> Any:
             return {"peername": peername}.get(name, default)
 
     hello = Hello(PROTOCOL_VERSIONS, "a" * 56, "x", 1, "x", bytes(16), 1)
     connection = PeerConnection(None, hello, set())  # type: ignore[arg-type]  # nobody is told anything
-    connection._transport = Wire()
+    connection._transport = NamedTransport()
     assert connection.peer_host == host
 
 
