@@ -273,7 +273,7 @@ class Daemon:
             version=__version__,
             names=self._config.models.names,
             weight_rules=machine.weight_rules,
-            hosts=frozenset(http.allowed_hosts),
+            hosts=http.hosts,
             origins=frozenset(http.allowed_origins),
             fleet=self._fleet or DisabledFleet(),
             plan=parts.plans.plan,
@@ -304,7 +304,10 @@ class Daemon:
         local = BoundedRunner(app, trusted=True, caps=self._caps)
         stack.push_async_callback(local.cleanup)
         await local.setup()
-        await web.UnixSite(local, self._home.socket).start()
+        try:
+            await web.UnixSite(local, self._home.socket).start()
+        except OSError as error:  # its disk may have no sockets, as many of the network
+            raise paths.unusable(self._home, error) from error
         stack.callback(self._home.socket.unlink, missing_ok=True)
         self._home.socket.chmod(PRIVATE_FILE)
 

@@ -41,6 +41,7 @@ _MOST_BYTES = 1 << 50
 _NOT_SETTINGS = frozenset({"FLEETD_HOME"})
 # As browsers write it: extensions and desktop programs have schemes of their own.
 _WEB_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::[0-9]{1,5})?")
+_WEB_HOST = re.compile(r"(?:\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::[0-9]{1,5})?", re.IGNORECASE)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
 _INTERFACE = re.compile(r"[A-Za-z][A-Za-z0-9_.:-]{0,31}")
 _NEAR_ENOUGH = 0.75  # difflib's own default of 0.6 offers "log.level" for "model"
@@ -84,6 +85,11 @@ class HttpSettings(msgspec.Struct, frozen=True):
     @property
     def port(self) -> int:
         return _split_address(self.listen)[1]
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """``allowed_hosts`` in small letters: a name is the same in either."""
+        return frozenset(host.lower() for host in self.allowed_hosts)
 
     @property
     def ollama_address(self) -> tuple[str, int] | None:
@@ -827,6 +833,18 @@ def _check_origins(config: Config) -> None:
             )
 
 
+def _check_hosts(config: Config) -> None:
+    """An address with a scheme or a path is no Host that a client sends; as ``_check_origins``."""
+    for host in config.http.allowed_hosts:
+        if not _WEB_HOST.fullmatch(host):
+            raise ConfigError(
+                f"`http.allowed_hosts` from {config.origin('http.allowed_hosts')} holds {host!r}, which is "
+                "no Host header.",
+                hint="Write HOST:PORT, or HOST for port 80; commas separate several in the environment.",
+                param="http.allowed_hosts",
+            )
+
+
 def _check_kv_bits(config: Config) -> None:
     for entry in config.models.kv_bits:
         try:
@@ -856,6 +874,7 @@ def _check(config: Config) -> None:
     _check_plain_links(config)
     _check_ollama(config)
     _check_origins(config)
+    _check_hosts(config)
     _check_kv_bits(config)
     _check_wire_bits(config)
     where = config.origin("http.listen")

@@ -46,7 +46,11 @@ class AnswerMarkdown(Markdown):
     def __init__(self, text: str) -> None:
         super().__init__("", hyperlinks=False)
         self.markup = text
-        self.parsed = _parser().parse(text)
+        parser = _parser()
+        self.parsed = parser.parse(text)
+        if any(each.nesting > 0 and each.level + 1 >= parser.options.maxNesting for each in self.parsed):
+            # The parser drops what is nested deeper: all of it stays as it was written.
+            self.parsed = MarkdownIt("zero").parse(text)
         for token in _all(self.parsed):
             if token.type == "softbreak":
                 # Models break lines where they mean it.

@@ -21,7 +21,20 @@ from fleetd.models.weights import missing_weights, weight_files
 Source = Literal["embedded", "hub", "folder", "added", "gguf", "lm-studio", "part"]
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-_DEFAULT_CONTEXT_TOKENS = 2048
+_DEFAULT_CONTEXT_TOKENS, _MOST_CONTEXT_TOKENS = 2048, 1 << 40
+# What is read of a config before its model is loaded, with the least and the most that a model has.
+_RANGES: dict[str, tuple[int, int]] = {
+    "hidden_size": (1, 1 << 20),
+    "num_hidden_layers": (1, 4096),
+    "num_attention_heads": (1, 4096),
+    "num_key_value_heads": (1, 4096),
+    "head_dim": (1, 1 << 16),
+    "intermediate_size": (0, 1 << 24),
+    "vocab_size": (1, 1 << 24),
+    "max_position_embeddings": (1, _MOST_CONTEXT_TOKENS),
+}
+# Most characters of a value in a message.
+_SHOWN_CHARS = 80
 
 
 class ModelFolder(msgspec.Struct, frozen=True):
@@ -63,7 +76,10 @@ class ModelFolder(msgspec.Struct, frozen=True):
     @property
     def longest_text(self) -> int:
         """Tokens of the longest text that a model for vectors or for reranking reads."""
-        return vector_files.longest_text(self.path, self.config, self.context_tokens)
+        try:
+            return vector_files.longest_text(self.path, self.config, self.context_tokens)
+        except ModelCorrupt:
+            return self.context_tokens  # a load says what is wrong
 
     @property
     def architecture(self) -> str:
@@ -77,7 +93,7 @@ class ModelFolder(msgspec.Struct, frozen=True):
         for section in (self.config, nested if isinstance(nested, dict) else {}):
             for key in _CONTEXT_KEYS:
                 found = section.get(key)
-                if isinstance(found, int) and found > 0:
+                if isinstance(found, int) and 0 < found <= _MOST_CONTEXT_TOKENS:
                     return found
         return _DEFAULT_CONTEXT_TOKENS
 
@@ -97,9 +113,23 @@ def read_config(path: Path) -> dict[str, Any]:
     """The content of config.json of a model folder.
 
     Raises:
-        ModelCorrupt: the file is not there, is too long, or holds no JSON object.
+        ModelCorrupt: the file is not there, is too long, holds no JSON object, or a value that no model has.
     """
-    return read_json(path / "config.json", limits.MODEL_CONFIG_BYTES)
+    file = path / "config.json"
+    config = read_json(file, limits.MODEL_CONFIG_BYTES)
+    for key, kind, what in (("model_type", str, "a text"), ("text_config", dict, "an object")):
+        if not isinstance(config.get(key), kind | None):
+            raise _odd_value(file, key, config[key], what)
+    for section in (config, config.get("text_config") or {}):
+        for key, (low, high) in _RANGES.items():
+            found = section.get(key)
+            if found is not None and (type(found) is not int or not low <= found <= high):
+                raise _odd_value(file, key, found, f"an integer from {low} to {high}")
+    return config
+
+
+def _odd_value(file: Path, key: str, found: object, what: str) -> ModelCorrupt:
+    return ModelCorrupt(f"{file}: {key} is {repr(found)[:_SHOWN_CHARS]}, not {what}.", hint=PULL_AGAIN)
 
 
 def read_folder(path: Path, *, name: str, source: Source, revision: str | None) -> ModelFolder:

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from fleetd import limits
@@ -161,21 +161,27 @@ def require_space(folder: Path, need_bytes: int) -> None:
         )
 
 
+def _remove_all(staged: Path) -> None:
+    shutil.rmtree(staged, ignore_errors=True)
+
+
 @contextlib.contextmanager
-def clean_on_full_disk(models_dir: Path, staged: Path) -> Iterator[None]:
-    """If the disk fills up meanwhile, delete what is staged and raise DiskFull."""
+def clean_on_full_disk(
+    models_dir: Path, staged: Path, remove: Callable[[Path], object] = _remove_all
+) -> Iterator[None]:
+    """If the disk fills up meanwhile, delete what is staged, by ``remove``, and raise DiskFull."""
     try:
         yield
     except DiskFull:
-        shutil.rmtree(staged, ignore_errors=True)
+        remove(staged)
         raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        shutil.rmtree(staged, ignore_errors=True)
+        remove(staged)
         free = shutil.disk_usage(models_dir).free
         raise DiskFull(
-            f"The disk of {models_dir} is full ({_mib(free)} free); what was written has been removed.",
+            f"The disk of {models_dir} is full ({_mib(free)} free); what is not complete has been removed.",
             hint="Free some space, or choose another folder with models.dir.",
         ) from error
 

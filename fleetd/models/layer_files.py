@@ -25,6 +25,7 @@ from fleetd.models.json_files import PULL_AGAIN
 from fleetd.models.opening import open_regular, read_regular
 from fleetd.models.safetensors_header import DTYPE_BYTES, TensorInfo, read_header
 from fleetd.models.weights import weight_files
+from fleetd.text.bounded import UNREADABLE
 from fleetd.text.decoding import from_json
 
 #: The folder in the models folder in which parts of models lie, each in a folder of its own.
@@ -171,7 +172,7 @@ def table(path: Path) -> dict[str, TensorShape]:
         raw = read_regular(file, limits.MODEL_JSON_BYTES)
         found = from_json(raw, dict[str, TensorShape])
         sizes = [each.size_bytes if min(each.shape, default=0) >= 0 else -1 for each in found.values()]
-    except (OSError, msgspec.DecodeError, KeyError) as error:
+    except (OSError, *UNREADABLE, KeyError) as error:
         raise ModelCorrupt(f"{file} cannot be read: {error}.", hint=PULL_AGAIN) from None
     if len(found) > limits.MODEL_TENSORS or min(sizes, default=0) < 0 or sum(sizes) > limits.COPY_BYTES:
         raise ModelCorrupt(f"{file} lists tensors that no model has.", hint=PULL_AGAIN)

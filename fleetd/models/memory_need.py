@@ -181,6 +181,7 @@ def together(config: Mapping[str, Any], layers: int) -> int:
         return 1
     if not isinstance(kinds, list) or len(kinds) != layers:
         return layers
+    kinds = [str(kind) for kind in kinds]
     own = kinds[: layers - shared]
     # Each reads the last one of its kind that keeps something.
     read = [len(own) - 1 - own[::-1].index(kind) for kind in set(kinds[layers - shared :]) if kind in own]

@@ -121,12 +121,24 @@ def opened(path: Path, fresh: manifest.Manifest) -> Part:
     """The part, or an empty one with the manifest ``fresh``. What has not arrived whole is gone."""
     part = find(path) or Part(path, msgspec.structs.replace(fresh, files={}))
     path.mkdir(parents=True, exist_ok=True)
-    for file in path.iterdir():
+    _drop_unfinished(part)
+    files = {name: record for name, record in part.known.files.items() if (path / name).is_file()}
+    return Part(path, msgspec.structs.replace(part.known, files=files))
+
+
+def drop_unfinished(path: Path) -> None:
+    """Delete what has not arrived whole of a part. The rest may be in use, and was fetched for long."""
+    if (part := find(path)) is not None:
+        _drop_unfinished(part)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _drop_unfinished(part: Part) -> None:
+    for file in part.path.iterdir():
         record = part.known.files.get(file.name)
         if file.name != manifest.FILE_NAME and (record is None or not record.matches(file.stat())):
             file.unlink()
-    files = {name: record for name, record in part.known.files.items() if (path / name).is_file()}
-    return Part(path, msgspec.structs.replace(part.known, files=files))
 
 
 def with_file(part: Part, arrived: Path, name: str, digest: str) -> Part:

@@ -111,7 +111,7 @@ def first_place(config: Mapping[str, Any]) -> int:
     if "roberta" not in str(config.get("model_type")):
         return 0
     padding = config.get("pad_token_id")
-    return 1 + (1 if padding is None else int(padding))
+    return 1 + (padding if type(padding) is int else 1)
 
 
 def longest_text(path: Path, config: Mapping[str, Any], context_tokens: int) -> int:
@@ -162,7 +162,7 @@ def _modules(path: Path) -> list[tuple[str, str]]:
         return []
     try:
         steps = from_json(read_regular(file, limits.MODEL_CONFIG_BYTES), list[dict[str, Any]])
-    except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, OSError, UnicodeDecodeError, RecursionError) as error:
         raise ModelCorrupt(f"{file} cannot be read: {error}.") from None
     found = []
     for step in steps:

@@ -38,6 +38,7 @@ _ECHO = bytes(16)
 _ECHOES = 4
 # Each burst shows whether the next one would take too long on this path.
 _BURSTS = (128 * KIB, MIB, 8 * MIB)
+_SIZE_BYTES = 8
 _LONGEST_S = 1.0
 # A delay after connecting, so that requests go before measurements.
 _SETTLE_S = 1.0
@@ -186,7 +187,7 @@ def _burst(sock: socket.socket, key: bytes, bursts: Sequence[int]) -> tuple[floa
 
     def send(size: int) -> None:
         began = time.perf_counter()
-        sender.send(size.to_bytes(8, "big"))
+        sender.send(size.to_bytes(_SIZE_BYTES, "big"))
         sender.send(bytes(size))
         receiver.receive_into(echo)
         speeds.append((size, max(1e-6, time.perf_counter() - began - rtt_s)))
@@ -212,8 +213,8 @@ def serve_burst(sock: socket.socket, key: bytes) -> None:
             sender.send(chunk)
         elif left < 0:
             left = int.from_bytes(chunk, "big")
-            if not 0 < left <= _BURSTS[-1]:
-                raise ProtocolError(f"A measurement announces {left} bytes.")
+            if len(chunk) != _SIZE_BYTES or not 0 < left <= _BURSTS[-1]:
+                raise ProtocolError("A measurement announces what is no size of a burst.")
         else:
             left -= len(chunk)
             if left <= 0:

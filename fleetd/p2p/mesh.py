@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from fleetd import limits
-from fleetd.errors import FleetError, NotPaired, ProtocolError, VersionMismatch
+from fleetd.errors import FleetError, IdentityRefused, NotPaired, ProtocolError, VersionMismatch
 from fleetd.p2p.actions import Action, Dial, Drop, Retire, Save, SendNotify
 from fleetd.p2p.invariants import check
 from fleetd.p2p.links import Address, Kind, PeerPath, PeerPaths, Source, backoff_s, guess_kind
@@ -26,6 +26,13 @@ from fleetd.p2p.membership.gossip import ADDRESSES, CARD, ROSTER, AddressHint
 from fleetd.p2p.membership.roster import Roster, RosterRecord
 from fleetd.p2p.membership.roster_inbox import RosterInbox
 from fleetd.p2p.peers import Peer, PeerSession, StaticAddress
+
+# Of a machine that answers; the next attempt would most likely end in the same way.
+_FAULTS = (NotPaired, VersionMismatch, ProtocolError, IdentityRefused)
+_COPIED = (
+    "The same identity is connected from a later start. If the machine was not just restarted, another one "
+    "runs with a copy of its home: delete the folder identity/ in one of them, and pair that one again."
+)
 
 
 class Mesh:
@@ -98,7 +105,7 @@ class Mesh:
                 static.trouble = error
         elif (peer := self.peers.get(dial.expected)) is not None:
             peer.paths.failed(address, error.message, now, self._random())
-            if isinstance(error, NotPaired | VersionMismatch | ProtocolError):
+            if isinstance(error, _FAULTS):
                 peer.trouble = error
         self._dial(now)
 
@@ -144,6 +151,9 @@ class Mesh:
         if peer is None:
             self._actions.append(Drop(number, NotPaired("It is not paired with this machine.")))
             return
+        if any(link.epoch > epoch and not link.quiet for link in self._links_of(node_id)):
+            self._actions.append(Drop(number, IdentityRefused(_COPIED)))
+            return
         self.links[number] = PeerSession(number, node_id, outbound, epoch, reached, roster, opened_s=now)
         if reached is not None:
             peer.paths.add(reached, "remembered", now)
@@ -166,7 +176,7 @@ class Mesh:
             ours = link.outbound == (self.me < link.node_id)
             return not link.quiet, link.epoch, ours, link.number
 
-        links = [link for link in self.links.values() if link.node_id == peer.node_id]
+        links = self._links_of(peer.node_id)
         used = peer.link = max(links, key=rank, default=None)
         for link in links:
             if link is used:
@@ -176,6 +186,9 @@ class Mesh:
         if used is not None and not used.greeted:
             self._greet(used)
         return used
+
+    def _links_of(self, node_id: str) -> list[PeerSession]:
+        return [link for link in self.links.values() if link.node_id == node_id]
 
     def closed(self, number: int, error: FleetError | None, now: float) -> None:
         link = self.links.pop(number, None)
@@ -190,8 +203,7 @@ class Mesh:
         peer.last_card = self.cards.get(link.node_id) if error is not None else None
         self.cards.drop(link.node_id)
         address = link.address
-        if isinstance(error, NotPaired | VersionMismatch | ProtocolError):
-            # The next attempt would most likely end in the same way.
+        if isinstance(error, _FAULTS):
             peer.trouble = error
             peer.due_s = now + backoff_s(peer.faults, self._random())
             peer.faults += 1
@@ -461,7 +473,7 @@ class Mesh:
         check({card.node_id for card in self.cards} <= linked, "a card needs a session")
         check(self._room() >= 0, "dials are within their bound")
         for peer in self.peers.values():
-            links = [link for link in self.links.values() if link.node_id == peer.node_id]
+            links = self._links_of(peer.node_id)
             check(peer.link in links if links else peer.link is None, "one of a peer's sessions is in use")
             used = [link for link in links if link.replaced_s is None]
             check(used == [peer.link] if links else not used, "all other sessions are replaced ones")

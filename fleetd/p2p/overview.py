@@ -11,7 +11,7 @@ from fleetd.control.fleet_view import (
     PeerView,
     UnansweredAddress,
 )
-from fleetd.errors import NotPaired, ProtocolError, VersionMismatch
+from fleetd.errors import VersionMismatch
 from fleetd.p2p.links import PeerPath
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.membership.identity import short_id
@@ -145,7 +145,7 @@ def condition(peer: Peer, card: Card | None, now: float) -> tuple[PeerState, str
     trouble = peer.trouble
     if isinstance(trouble, VersionMismatch):
         return "incompatible", trouble.message, trouble.hint or "Update fleetd on the older of the two."
-    if isinstance(trouble, NotPaired | ProtocolError):
+    if trouble is not None:
         return "refused", trouble.message, trouble.hint
     if peer.dialling and not any(path.reason for path in peer.paths):
         return "connecting", "It is being called.", ""

@@ -55,7 +55,7 @@ class Peer:
     #: The error of the last session or dial, if the failures of single addresses do not explain it.
     trouble: FleetError | None = None
     heard_s: float | None = None
-    #: Consecutive sessions that ended in NotPaired, VersionMismatch or ProtocolError.
+    #: Consecutive sessions that ended in such an error.
     faults: int = 0
     #: The last card of a machine that went without a good-bye; None of one that said it.
     last_card: Card | None = None

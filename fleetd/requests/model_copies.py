@@ -146,13 +146,16 @@ class ModelCopies:
         await file_threads.look(self._models.drop_parts)
 
     async def _holders(self, ref: str) -> list[tuple[str, ModelCard]]:
-        """Peers that have the model, the fastest path first; of different files only the most common ones."""
+        """Peers that have the model, the fastest path first; of different files only the most common ones.
+
+        Only those that a person here has confirmed: any member can invent others, and so be the most.
+        """
         with contextlib.suppress(FleetError):
             await file_threads.look(self._models.resolve, ref)
             return []
         name, entry = canonical(ref), find(ref)
         pinned = entry.revision if entry is not None else None
-        mesh = self._node.mesh
+        mesh, members = self._node.mesh, self._node.roster.members
         found = [
             (card.node_id, model)
             for card in mesh.cards
@@ -162,6 +165,8 @@ class ModelCopies:
             and (pinned is None or model.revision == pinned)
             and (peer := mesh.peers.get(card.node_id)) is not None
             and peer.usable
+            and (member := members.get(card.node_id)) is not None
+            and member.confirmed
         ]
         counts: dict[str, int] = {}
         for _, model in found:

@@ -18,6 +18,7 @@ from fleetd import limits
 from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.process.observe import get_logger
 from fleetd.storage.store import Store, StoreUnavailable
+from fleetd.text.bounded import UNREADABLE
 from fleetd.text.decoding import msgpack_decoder
 
 log = get_logger("fleetd.traces")
@@ -99,7 +100,7 @@ def _readable(body: bytes) -> Trace | None:
     """The trace, or None for a record that another version wrote in another form."""
     try:
         trace = _decode(body)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
     # Every field has a default, so a record of another form may decode to a trace of nothing.
     return trace if trace.id else None

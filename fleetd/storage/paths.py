@@ -130,10 +130,11 @@ def prepare(home: HomeFolder) -> None:
             f"The home {home.root} is not a folder.", hint="Choose another folder with --home."
         ) from error
     except OSError as error:
-        raise _home_error(home, error) from error
+        raise unusable(home, error) from error
 
 
-def _home_error(home: HomeFolder, error: OSError) -> ConfigError | DiskFull:
+def unusable(home: HomeFolder, error: OSError) -> ConfigError | DiskFull:
+    """The error of a home in which something could not be made."""
     reason = (error.strerror or str(error)).lower()
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(f"The home folder {home.root} cannot be written: {reason}.", hint="Free some space.")
@@ -159,12 +160,17 @@ class HomeLock:
         self._fd: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock and write our pid into it. Raises AlreadyRunning naming the pid that holds it."""
+        """Take the lock and write our pid into it.
+
+        Raises:
+            AlreadyRunning: another process has it; the error names its pid.
+            ConfigError, DiskFull: the file cannot be made, or its file system has no locks.
+        """
         try:
             # Never through a planted link: the file is truncated below.
             fd = os.open(self._home.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, PRIVATE_FILE)
         except OSError as error:
-            raise _home_error(self._home, error) from error
+            raise unusable(self._home, error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -174,6 +180,10 @@ class HomeLock:
                 f"A fleetd is already running on {self._home.root} (pid {holder}).",
                 hint=f"Use it with fleetctl, stop it with `kill {holder}`, or choose another --home.",
             ) from None
+        except OSError as error:
+            # A disk of the network may have none, and two daemons on one home would break it.
+            os.close(fd)
+            raise unusable(self._home, error) from error
         os.ftruncate(fd, 0)
         # The pid is for people; the lock itself does not depend on it, so a full disk does not matter here.
         try:

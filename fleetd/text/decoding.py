@@ -37,7 +37,7 @@ def from_json(data: bytes | str, kind: type[T]) -> T: ...
 @overload
 def from_json(data: bytes | str, kind: Any) -> Any: ...
 def from_json(data: bytes | str, kind: Any) -> Any:
-    """A value of ``kind``. Raises msgspec.DecodeError, msgspec.ValidationError."""
+    """A value of ``kind``. Raises what ``bounded.UNREADABLE`` names."""
     return json_decoder(kind).decode(data)
 
 
@@ -46,7 +46,7 @@ def from_msgpack(data: bytes | bytearray | memoryview, kind: type[T]) -> T: ...
 @overload
 def from_msgpack(data: bytes | bytearray | memoryview, kind: Any) -> Any: ...
 def from_msgpack(data: bytes | bytearray | memoryview, kind: Any) -> Any:
-    """A value of ``kind``. Raises msgspec.DecodeError, msgspec.ValidationError."""
+    """A value of ``kind``. Raises what ``bounded.UNREADABLE`` names."""
     return msgpack_decoder(kind).decode(data)
 
 

@@ -480,6 +480,24 @@ def test_an_answer_is_read_as_light_markdown_and_is_never_markup(world: PageWorl
     assert "[this](javascript:alert(1)), 2 * 3 * 4 and snake_case_name." in said
 
 
+@pytest.mark.parametrize("mark", [">", "> ", "- ", "1. ", "> - "])
+def test_attack_marks_in_marks_without_end_leave_the_page_as_it_is(world: PageWorld, mark: str) -> None:
+    """A small model that repeats itself writes such answers, too."""
+
+    def script(job: Job) -> Iterable[Step]:
+        yield p.Accepted(job.request.id, 9)
+        yield p.Prefill(job.request.id, 9, 9)
+        yield p.Delta(job.request.id, f"{mark * 8000}the end")
+        yield p.Finished(job.request.id, "stop", p.Usage(9, 0, 5, 0), p.Timings(0.001, 0.5, 0.25))
+
+    world.runner.script = script
+    page = world.opened("chat")
+    page.fill("#prompt", "How?")
+    page.click("text=Send")
+    page.wait_for_selector("text=The answer is complete.", state="attached")
+    assert page.inner_text(".assistant .rich").rstrip().endswith("the end")
+
+
 def test_a_question_is_edited_and_an_answer_is_asked_for_again(world: PageWorld) -> None:
     page = world.opened("chat")
     page.click("text=System prompt")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from small_screen import SmallScreen
 
-from fleetctl.render.answer_markdown import complete_block
+from fleetctl.render.answer_markdown import AnswerMarkdown, complete_block
 from fleetctl.render.live_text import LiveText, live_dim, live_markdown
 
 TEXT = """# A title
@@ -92,6 +94,15 @@ def test_the_screen_is_the_same_however_the_text_arrives(cuts: list[int]) -> Non
         at = cut
     live.end()
     assert screen.text == SHOWN
+
+
+@pytest.mark.parametrize("levels", [3, 12, 30, 3000])
+@pytest.mark.parametrize("mark", [">", "> ", "- ", "1. ", "> - "])
+def test_attack_nothing_that_stands_in_marks_in_marks_is_dropped(mark: str, levels: int) -> None:
+    """A small model that repeats itself writes such answers, too."""
+    out = io.StringIO()
+    Console(file=out, width=80).print(AnswerMarkdown(f"{mark * levels}the end"))
+    assert "the end" in out.getvalue()
 
 
 def test_a_line_that_grows_is_not_painted_again(screen: SmallScreen) -> None:

@@ -132,6 +132,19 @@ def test_environment_spells_booleans_and_lists(tmp_path: Path) -> None:
     assert loaded.http.allowed_hosts == ["a:1", "b:2"]
 
 
+def test_names_of_hosts_are_the_same_in_capitals(tmp_path: Path) -> None:
+    loaded = load(tmp_path, env={"FLEETD_HTTP_ALLOWED_HOSTS": "Studio.local:8114, [FD00::1]:8114, box"})
+    assert loaded.http.hosts == {"studio.local:8114", "[fd00::1]:8114", "box"}
+
+
+@pytest.mark.parametrize("host", ["http://studio.local:8114", "studio.local:8114/v1", "*", "a b", "fd00::1"])
+def test_what_is_no_host_is_refused_at_the_start(tmp_path: Path, host: str) -> None:
+    """No request would ever have it, and the refusal would ask for what the file already says."""
+    with pytest.raises(ConfigError, match="no Host header") as caught:
+        load(tmp_path, http__allowed_hosts=host)
+    assert caught.value.param == "http.allowed_hosts"
+
+
 def test_models_whose_keys_and_values_are_quantised(tmp_path: Path) -> None:
     toml = '[models]\nkv_bits = ["qwen3-8b=8", "llama3.3:70b=4", "org/name = 16"]\n'
     models = load(tmp_path, toml).models

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import socket
 import stat
@@ -85,6 +87,24 @@ def test_symlink_planted_as_lock_file_is_not_truncated(home: HomeFolder, tmp_pat
     with pytest.raises(ConfigError):
         HomeLock(home).acquire()
     assert victim.read_text() == "precious"
+
+
+def test_a_disk_without_locks_is_no_place_for_a_home(
+    home: HomeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS without its lock service: two daemons could own the home."""
+
+    def refuse(fd: int, _operation: int) -> None:
+        refused.append(fd)
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    refused: list[int] = []
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match="no locks available") as caught:
+        HomeLock(home).acquire()
+    assert "--home" in caught.value.hint
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(refused[0])
 
 
 def test_a_dead_socket_is_removed(home: HomeFolder) -> None:

@@ -293,6 +293,14 @@ def test_members_check_tokens_that_their_layers_take(on_cpu: None) -> None:
         group.model(mx.array([[1, 2]]), group.model.make_cache())
 
 
+@pytest.mark.parametrize("kind", [RunStage, messages.StageRan, messages.KeptTold, messages.HopLost])
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91\x91\x91\xa4\xff\xff\xff\xff", b"\x91" * 100_000])
+def test_attack_bytes_that_are_no_message_are_a_protocol_error(kind: type, data: bytes) -> None:
+    """Also texts that are no UTF-8, and lists in lists."""
+    with pytest.raises(ProtocolError, match=kind.__name__):
+        messages.decode(data, kind)
+
+
 def test_no_more_room_is_made_at_once_than_was_promised(llama: TinyFamily, on_cpu: None) -> None:
     group = group_of(llama.model, 2)
     (member,) = group.members

@@ -69,6 +69,8 @@ class Hub:
     # Bytes of files that were given, by name. ``whole_only``: it gives no parts of files, as some mirrors.
     given: Counter[str] = field(default_factory=Counter)
     whole_only: bool = False
+    # It has one version of a model, and gives that for each, as some mirrors.
+    one_version: bool = False
     # Files' hashes that it names with what it gives, if these are others than it lists.
     tagged: dict[str, str] = field(default_factory=dict)
     # What a search finds, by the filter that it has or "", and the searches.
@@ -124,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(401, "RepoNotFound")
         elif hub_id in self.hub.gated:
             self._fail(403, "GatedRepo")
-        elif revision not in ("main", self.hub.commit):
+        elif revision not in ("main", self.hub.commit) and not self.hub.one_version:
             self._fail(404, "RevisionNotFound")
         else:
             siblings: list[dict[str, Any]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -295,6 +296,28 @@ async def test_a_full_disk_is_found_before_anything_is_fetched(
     with pytest.raises(DiskFull):
         hub_part.pull_part(of_layers(order, 0, 4), store.models_dir, lambda step: None)
     assert hub.asked == []
+
+
+@pytest.mark.parametrize("midway", [False, True])
+async def test_a_full_disk_takes_no_layers_that_have_arrived(
+    store: ModelStore, hub: Hub, monkeypatch: pytest.MonkeyPatch, midway: bool
+) -> None:
+    """They may be in use, and took hours."""
+    order = await outlined(store)
+    await brought(store, of_layers(order, 0, 2))
+    path = place(store)
+    here = {file.name for file in path.iterdir()}
+
+    def full(*asked: object) -> None:
+        if midway:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        raise DiskFull("Too little.")
+
+    monkeypatch.setattr(*((ranges, "write") if midway else (install, "require_space")), full)
+    with pytest.raises(DiskFull):
+        hub_part.pull_part(of_layers(order, 0, 4), store.models_dir, lambda step: None)
+    assert {file.name for file in path.iterdir()} == here
+    assert parts.layers_in(path) == 2
 
 
 async def test_models_without_layers_or_as_gguf_are_refused_by_name(

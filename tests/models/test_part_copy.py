@@ -150,6 +150,19 @@ async def test_what_is_not_as_offered_is_thrown_away(
     assert not place(here, order).exists()
 
 
+@pytest.mark.parametrize("raw", [b'{"\xff": ["F32", [1]]}', b'{"a": ["F99", [1]]}', b"[" * 100_000])
+async def test_attack_a_table_that_cannot_be_read_keeps_no_other_part_from_being_listed(
+    there: ModelStore, here: ModelStore, raw: bytes
+) -> None:
+    order = order_of(there, 0, 2)
+    await fetched(there, here, order)
+    assert [part.name for part in here.parts_here()] == ["own"]
+    (place(here, order) / layer_files.TABLE_NAME).write_bytes(raw)
+    assert here.parts_here() == []
+    with pytest.raises(ModelCorrupt, match=layer_files.TABLE_NAME):
+        layer_files.absent(place(here, order))
+
+
 async def test_a_file_name_elsewhere_is_refused(there: ModelStore, here: ModelStore) -> None:
     for name in ("model-fleetd-layer-99999.safetensors", "../model-fleetd-ends.safetensors"):
         wire = FaultyWire()

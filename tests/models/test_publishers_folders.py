@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 from hub_files import Hub, git_sha1, make_snapshot, serving
 from model_files import make_folder, write_weights
+from msgspec import msgpack
 from two_machines import copied
 
 from fleetd.errors import ModelCorrupt, ModelRefused
 from fleetd.models import hub_cache, install
 from fleetd.models.copy.messages import check, digest_of, offer_of
+from fleetd.models.heads import head_file
 from fleetd.models.json_files import read_json
+from fleetd.models.memory_need import WeightRules, needed_bytes
 from fleetd.models.model_store import ModelStore
 from fleetd.models.verify import verify
 from fleetd.models.weights import INDEX_NAME, missing_weights, unused_files
@@ -311,3 +314,47 @@ def test_a_folder_of_ones_own_that_cannot_be_read_is_not_listed_and_why_is_told(
     assert [each.reason for each in store.unlisted()] == [
         f"{store.models_dir / 'broken'} holds no weights (model*.safetensors)."
     ]
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "roberta"}], ids=["", "roberta"])
+@pytest.mark.parametrize("value", ["x", [], ["x"], {"a": 1}, 1.5, True, -1, 1 << 70, 10**400], ids=str)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model_type",
+        "text_config",
+        "hidden_size",
+        "pad_token_id",
+        "max_position_embeddings",
+        "n_ctx",
+        "head_dim",
+    ],
+)
+def test_attack_one_odd_config_keeps_no_other_model_from_being_listed(
+    tmp_path: Path, key: str, value: object, config: dict[str, object]
+) -> None:
+    """Also in the caches of other programs, whose models nobody here has chosen."""
+    store = ModelStore(tmp_path / "models", hub_cache=tmp_path / "hub")
+    make_folder(store.models_dir / "sound")
+    odd = make_folder(store.models_dir / "odd", **{**config, key: value})
+    snapshot = make_snapshot(tmp_path / "hub", "org/odd")
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").write_bytes((odd / "config.json").read_bytes())
+    found = store.installed()
+    assert "sound" in [folder.name for folder in found]
+    for folder in found:
+        msgpack.encode(folder.shape)
+        head_file(folder.path, folder.config)
+        needed_bytes(folder, WeightRules("cpu"))
+
+
+@pytest.mark.parametrize("raw", [b"[]", b"{", b"\xff", b"[" * 100_000, b'[{"a":' + b'{"a":' * 100_000])
+@pytest.mark.parametrize("name", ["modules.json", "sentence_bert_config.json"])
+def test_attack_an_odd_file_of_a_model_for_vectors_keeps_no_other_from_being_listed(
+    tmp_path: Path, name: str, raw: bytes
+) -> None:
+    store = ModelStore(tmp_path / "models", hub_cache=tmp_path / "hub")
+    make_folder(store.models_dir / "sound")
+    (make_folder(store.models_dir / "odd", model_type="bert") / name).write_bytes(raw)
+    shapes = {folder.name: folder.shape for folder in store.installed()}
+    assert shapes.keys() == {"odd", "sound"}

@@ -143,6 +143,14 @@ async def test_catalog_name_pulls_its_hub_id_at_the_pinned_commit(store: ModelSt
     assert store.resolve("mlx-community/Qwen3-0.6B-4bit").path == store.models_dir / "qwen3-0.6b"
 
 
+async def test_attack_a_mirror_gives_another_version_than_the_pinned_one(store: ModelStore, hub: Hub) -> None:
+    hub.models["mlx-community/Qwen3-0.6B-4bit"] = hub.models[HUB_ID]
+    hub.one_version = True
+    with pytest.raises(DownloadFailed, match=f"offers {hub.commit}"):
+        await pulled(store, "qwen3-0.6b")
+    assert not (store.models_dir / "qwen3-0.6b").exists()
+
+
 async def test_interrupted_download_resumes_where_it_stopped(store: ModelStore, hub: Hub) -> None:
     weights = hub.models[HUB_ID]["model.safetensors"]
     hub.stall_after["model.safetensors"] = 200

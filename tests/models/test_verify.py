@@ -55,7 +55,11 @@ def test_a_drafter_may_name_its_publishers_code_which_is_never_run(tmp_path: Pat
         verify(folder)
 
 
-@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "processor_config.json"])
+@pytest.mark.parametrize(
+    "file",
+    # The last two are the first two to a file system that does not tell capitals apart.
+    ["config.json", "tokenizer_config.json", "processor_config.json", "Config.JSON", "Tokenizer_Config.json"],
+)
 @pytest.mark.parametrize(
     "poison",
     [
@@ -210,6 +214,14 @@ def test_one_tensor_in_two_shards_is_corrupt(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m", {"a": ONE, "b": TWO})
     write_weights(folder / TWO, "a", "b")
     with pytest.raises(ModelCorrupt, match="'a' is in"):
+        verify(folder)
+
+
+def test_attack_a_damaged_file_in_capitals_is_corrupt(tmp_path: Path) -> None:
+    """A file system that does not tell capitals apart gives it to whoever opens mtp.safetensors."""
+    folder = make_folder(tmp_path / "m")
+    (folder / "mtp.SAFETENSORS").write_bytes(b"noise")
+    with pytest.raises(ModelCorrupt, match=r"mtp\.SAFETENSORS"):
         verify(folder)
 
 

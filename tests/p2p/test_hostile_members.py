@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from fleet_nodes import card, introduce, running, settings, together, until
+from structlog.testing import capture_logs
 
 from fleetd import limits
 from fleetd.errors import FleetError, ModelNotFound, Overloaded, PeerUnreachable
@@ -24,9 +25,11 @@ from fleetd.models.pull_lines import PullProgress
 from fleetd.p2p import bulk_connections, link_prober
 from fleetd.p2p.actions import Dial
 from fleetd.p2p.link_prober import LinkProber
-from fleetd.p2p.membership.cards import ModelCard
+from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.membership.identity import Identity
+from fleetd.p2p.membership.roster_record import RosterRecord
 from fleetd.p2p.node import Node
+from fleetd.p2p.peers import PeerSession
 from fleetd.p2p.session import tls, transport
 from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
 from fleetd.p2p.session.transport import PeerConnection, PeerStream
@@ -318,6 +321,30 @@ class Library:
 def copies(node: Node, *names: str) -> ModelCopies:
     own = card(node, models=[ModelCard(name, digest=DIGEST) for name in names])
     return ModelCopies(node, Library(*names), lambda: own)  # type: ignore[arg-type]
+
+
+async def test_attack_machines_that_a_member_invented_do_not_outvote_one_that_is_known(
+    victim: Node, villain: Villain, tmp_path: Path
+) -> None:
+    """Of a model's name alone: which files bear it is what most of the machines say that have it."""
+    known = Identity.load_or_create(tmp_path / "known")
+    victim.roster.admit(known.certificate, "known", True)
+    invented = [Identity.load_or_create(tmp_path / f"invented {number}") for number in range(2)]
+    for each in invented:
+        entry = RosterRecord(each.certificate, "invented", villain.identity.node_id, 1, False, True, b"")
+        signed = msgspec.structs.replace(entry, signature=villain.identity.sign(entry.signed_bytes()))
+        victim.roster.merge([signed])
+    await victim.roster_changed()
+    now = asyncio.get_running_loop().time()
+    for digest, holders in ((DIGEST, [known]), ("e" * 64, invented)):
+        for each in holders:
+            victim.mesh.peers[each.node_id].link = PeerSession(0, each.node_id, False, 1, None, b"", now)
+            models = [ModelCard("ours/chat", digest=digest)]
+            victim.mesh.cards.accept(Card(each.node_id, 1, 1, models=models), each.node_id, now)
+    with capture_logs() as lines:
+        async for _ in copies(victim).pull("ours/chat"):
+            pass
+    assert [line["peer"] for line in lines if line["event"] == "copy.begins"] == ["known"]
 
 
 async def test_copies_do_not_start_processes_without_end(

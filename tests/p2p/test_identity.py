@@ -139,15 +139,16 @@ def forged(
     *,
     signer: Any = None,
     ca: bool | None = False,
-    issuer: str = "x",
+    name: str = machine(0).node_id,
+    issuer: str = "",
     padding: int = 0,
     hash_algorithm: Any = None,
 ) -> bytes:
     key = key or machine(0).key
     builder = (
         x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "x")]))
-        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer or name)]))
         .public_key(key.public_key())
         .serial_number(1)
         .not_valid_before(datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC))
@@ -187,6 +188,7 @@ def test_dates_do_not_matter() -> None:
         (lambda: forged(ca=None), "no authority"),
         (lambda: forged(signer=machine(1).key), "not signed by the key"),
         (lambda: forged(issuer="y"), "not issued by its own machine"),
+        (lambda: forged(name=machine(1).node_id), "another name than the machine of its key"),
         (
             lambda: forged(ec.generate_private_key(ec.SECP256R1()), hash_algorithm=hashes.SHA256()),
             "not an Ed25519 key",

@@ -11,7 +11,7 @@ from machines import machine
 from tried_mesh import OTHER, Tried, at
 
 from fleetd import limits
-from fleetd.errors import FleetError, NotPaired, PeerLost, ProtocolError, VersionMismatch
+from fleetd.errors import FleetError, IdentityRefused, NotPaired, PeerLost, ProtocolError, VersionMismatch
 from fleetd.p2p.actions import Dial, Drop, Retire
 from fleetd.p2p.links import Address
 from fleetd.p2p.membership import gossip
@@ -80,6 +80,21 @@ def test_a_restarted_machine_replaces_its_former_self(
     end = Tried()
     numbers = {epoch: end.opens(epoch=epoch, outbound=outbound[epoch - 1]) for epoch in order}
     assert end.used() == numbers[2]
+
+
+def test_of_two_machines_with_one_identity_the_one_that_began_first_is_told() -> None:
+    """A home was copied to another machine, and both run. Neither is left to guess why it has no peers."""
+    end = Tried()
+    later = end.opens(epoch=2)
+    earlier = end.opens(epoch=1)
+    (drop,) = [action for action in end.asked() if isinstance(action, Drop)]
+    assert drop.link == earlier
+    assert isinstance(drop.error, IdentityRefused)
+    assert "copy of its home" in drop.error.message
+    assert end.used() == later
+    # One that is about to be given up keeps nobody out.
+    end.mesh.quiet(later, 0.0)
+    assert end.opens(epoch=1) == end.used()
 
 
 def test_a_quiet_machine_is_not_usable_until_it_is_heard() -> None:
@@ -263,7 +278,10 @@ def test_a_machine_that_said_goodbye_is_not_called_at_once() -> None:
     assert len(end.dials()) == 1
 
 
-@pytest.mark.parametrize("error", [ProtocolError("Nonsense."), VersionMismatch("Old."), NotPaired("No.")])
+@pytest.mark.parametrize(
+    "error",
+    [ProtocolError("Nonsense."), VersionMismatch("Old."), NotPaired("No."), IdentityRefused("Copied.")],
+)
 def test_a_machine_that_makes_no_sense_is_called_less_and_less(error: FleetError) -> None:
     end = Tried()
     now, waits = 0.0, []

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
 from fleet_nodes import card, introduce, running, settings, together, until
 
-from fleetd.errors import Draining, InvalidValue, NotFound, NotPaired, PeerUnreachable
+from fleetd.errors import Draining, IdentityRefused, InvalidValue, NotFound, NotPaired, PeerUnreachable
 from fleetd.p2p import node as node_module
 from fleetd.p2p.membership.roster_file import AddressFile
 from fleetd.p2p.node import Node
+from fleetd.p2p.overview import condition
 from fleetd.p2p.session.transport import PeerConnection, PeerStream
 
 
@@ -166,6 +168,26 @@ async def test_unpairing_closes_live_sessions_at_once_everywhere(tmp_path: Path)
         # By name, although it belongs to c's fleet no more.
         assert c.name_of(c.roster.removed_by or "") == "a"
         assert b.name_of(c.identity.node_id) == "c"
+
+
+async def test_a_copied_home_is_told_that_its_identity_is_in_use(tmp_path: Path) -> None:
+    a, first = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    async with running(a, first):
+        await introduce(a, first)
+        await together([a, first])
+        shutil.copytree(tmp_path / "b", tmp_path / "copy" / "b")
+        copy = Node(settings(tmp_path / "copy", "b"))
+        async with running(copy):
+            copy.reached(a.identity.node_id, ("127.0.0.1", a.port))
+            peer = first.mesh.peers[a.identity.node_id]
+            await until(first, lambda: isinstance(peer.trouble, IdentityRefused))
+            loop = asyncio.get_running_loop()
+            state, reason, _ = condition(peer, None, loop.time())
+            assert state == "refused"
+            assert "copy of its home" in reason
+            link = a.mesh.peers[first.identity.node_id].link
+            assert link is not None
+            assert link.epoch == copy.epoch
 
 
 async def test_each_side_hears_which_machine_it_is_that_stops(tmp_path: Path) -> None:

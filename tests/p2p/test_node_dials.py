@@ -3,20 +3,80 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fleet_nodes import introduce, running, settings
 
+from fleetd import limits
 from fleetd.errors import PeerUnreachable
 from fleetd.p2p.node import Node
 from fleetd.p2p.session import transport
+from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
+from fleetd.p2p.session.transport import PeerConnection
+
+# The first interface of this machine.
+INDEX, NAME = socket.if_nameindex()[0]
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "."])
 async def test_a_host_name_that_no_resolver_takes_is_an_unreachable_machine(host: str) -> None:
     with pytest.raises(PeerUnreachable, match="not a name"):
         await transport.open_socket((host, 8115))
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+async def test_a_name_with_several_addresses_is_called_at_each(
+    swallowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``localhost`` is [::1] first on many systems, and a daemon may listen on 127.0.0.1 alone."""
+    loop = asyncio.get_running_loop()
+    connect = type(loop).sock_connect
+
+    async def swallowing(self: Any, sock: socket.socket, target: Any) -> None:
+        await (asyncio.Event().wait() if swallowed and target[1] == 1 else connect(self, sock, target))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        there = listener.getsockname()
+
+        async def lookup(self: Any, host: str, port: int, **_: Any) -> list[Any]:
+            # uvloop looks addresses up as well.
+            places = [("127.0.0.1", 1), there] if host == "studio.local" else [(host, port)]
+            return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", place) for place in places]
+
+        monkeypatch.setattr(limits, "PEER_CONNECT_S", 2.0 if swallowed else limits.PEER_CONNECT_S)
+        monkeypatch.setattr(type(loop), "getaddrinfo", lookup)
+        monkeypatch.setattr(type(loop), "sock_connect", swallowing)
+        with await transport.open_socket(("studio.local", there[1])) as sock:
+            assert sock.getpeername() == there
+
+
+@pytest.mark.parametrize(
+    ("peername", "host"),
+    [
+        (("192.0.2.1", 5), "192.0.2.1"),
+        (("2001:db8::1", 5, 0, 0), "2001:db8::1"),
+        (("fe80::1", 5, 0, INDEX), f"fe80::1%{NAME}"),
+        ((f"fe80::1%{NAME}", 5, 0, INDEX), f"fe80::1%{NAME}"),
+        (("fe80::1", 5, 0, 1 << 30), "fe80::1"),
+        (None, ""),
+    ],
+)
+async def test_where_a_machine_called_from_can_be_dialled(
+    peername: tuple[Any, ...] | None, host: str
+) -> None:
+    """A link-local address, the only kind on a bare cable, needs its interface, which sockets name apart."""
+
+    class NamedTransport(asyncio.Transport):
+        def get_extra_info(self, name: str, default: Any = None) -> Any:
+            return {"peername": peername}.get(name, default)
+
+    hello = Hello(PROTOCOL_VERSIONS, "a" * 56, "x", 1, "x", bytes(16), 1)
+    connection = PeerConnection(None, hello, set())  # type: ignore[arg-type]  # nobody is told anything
+    connection._transport = NamedTransport()
+    assert connection.peer_host == host
 
 
 async def test_a_call_that_is_given_up_before_it_began_can_be_made_again(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from cryptography.x509.oid import NameOID
 from fleet_nodes import introduce, running, settings, together, until
 
 from fleetd import limits
+from fleetd.errors import IdentityRefused
 from fleetd.p2p import tickets
-from fleetd.p2p.membership.identity import Identity
+from fleetd.p2p.membership.identity import Identity, node_id
 from fleetd.p2p.node import Node
 from fleetd.p2p.session import tls
 from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello, encode
@@ -143,6 +144,36 @@ async def test_a_certificate_minted_by_a_member_for_a_friend_is_refused(victim: 
     context = anonymous()
     context.load_cert_chain(tmp_path / "minted.pem", tmp_path / "minted.key")
     assert await refused(victim, context)
+
+
+async def test_attack_a_machine_that_bears_the_name_of_another_does_not_keep_that_one_out(
+    victim: Node, tmp_path: Path
+) -> None:
+    """TLS looks for the anchor of a certificate by its name, and takes the first of that name."""
+    friend = Identity.load_or_create(tmp_path / "friend")
+    name = x509.load_der_x509_certificate(friend.certificate).subject
+    key = Ed25519PrivateKey.generate()
+    # The anchors are in the order of the ids.
+    while node_id(key.public_key().public_bytes_raw()) > friend.node_id:
+        key = Ed25519PrivateKey.generate()
+    mimic = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(7)
+        .not_valid_before(datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC))
+        .not_valid_after(datetime.datetime(2100, 1, 1, tzinfo=datetime.UTC))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, None)
+    )
+    with contextlib.suppress(IdentityRefused):
+        victim.roster.admit(mimic.public_bytes(serialization.Encoding.DER), "mimic", True)
+        await victim.roster_changed()
+    context = anonymous()
+    context.load_cert_chain(friend.certificate_file, friend.key_file)
+    async with tls_client(victim, context) as heard:
+        assert victim.identity.node_id.encode() in heard
 
 
 async def test_another_protocol_on_the_same_key_is_refused(victim: Node, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from fleet_nodes import card, introduce, running, settings, together, until
 
 from fleetd import limits
-from fleetd.errors import FleetError, ModelNotFound
+from fleetd.errors import FleetError, ModelNotFound, ProtocolError
 from fleetd.limits import MIB
 from fleetd.models.copy import client
 from fleetd.models.copy.messages import CopyOffer, OfferedFile
@@ -25,6 +26,7 @@ from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.model_copies import MODEL_OFFER, ModelCopies
 from fleetd.requests.remote.bulk_dialer import BulkDialer
+from fleetd.sealed.stream import SealedSender
 
 
 async def test_a_way_is_measured_by_echoes_and_bursts(tmp_path: Path) -> None:
@@ -62,6 +64,19 @@ def test_garbage_instead_of_an_invitation_is_refused() -> None:
     for body in (b"", b"\xc1", b"\x92\xc4\x01x\xc4\x01y", b"\xff" * 50):
         with pytest.raises(FleetError):
             link_prober.invitation(body)
+
+
+@pytest.mark.parametrize("size", [bytes(1), bytes(8), b"\xff" * 8, b"\1", b"\xff" * 3000])
+def test_attack_a_burst_of_a_size_that_is_none_is_a_protocol_error(size: bytes) -> None:
+    """The last is a number that Python does not even write down."""
+    near, far = socket.socketpair()
+    with near, far:
+        sender = SealedSender(near, bytes(32), "connector")
+        for _ in range(4):
+            sender.send(bytes(16))
+        sender.send(size)
+        with pytest.raises(ProtocolError, match="no size of a burst"):
+            link_prober.serve_burst(far, bytes(32))
 
 
 async def test_a_peer_that_never_opens_the_stream_costs_a_deadline(

@@ -69,6 +69,16 @@ def test_a_listener_is_told_of_each_that_ended_since_it_asked(
     assert [found.id for found in traces.ended(number)[1]] == ["d", "e", "f"]
 
 
+@pytest.mark.parametrize("damage", [b"", b"\xc1", b"\x81\xa2id\xa1\xff", b"\x91" * 100_000])
+def test_a_damaged_trace_is_left_out(store: Store, damage: bytes) -> None:
+    """A disk may flip any bit, also one in a text."""
+    traces = Traces(store)
+    traces.record(trace("damaged"))
+    traces.record(trace("sound"))
+    store.call(lambda db: db.execute("UPDATE trace SET body = ? WHERE request_id = 'damaged'", (damage,)))
+    assert [found.id for found in traces.newest(9).traces] == ["sound"]
+
+
 def test_only_so_many_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "TRACES", 3)
     traces = Traces(store)

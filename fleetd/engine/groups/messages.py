@@ -27,7 +27,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.errors import ProtocolError
-from fleetd.text.bounded import Rate, Seconds
+from fleetd.text.bounded import UNREADABLE, Rate, Seconds
 from fleetd.text.decoding import msgpack_decoder
 
 _Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
@@ -270,6 +270,6 @@ def decode(data: bytes | memoryview, kind: type[_T]) -> _T:
     """Raises ProtocolError for what is no such message."""
     try:
         found: _T = _decoders[kind].decode(data)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"A machine of a group sent no {kind.__name__}: {error}.") from None
     return found

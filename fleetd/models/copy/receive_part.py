@@ -36,13 +36,13 @@ def receive_part(order: PartOrder, models_dir: Path, connect: Connect, report: R
     Raises:
         ModelRefused, ModelCorrupt: the offer is not of the digest, or the files are no sound part of a model.
         PeerLost, SealBroken: the stream broke off.
-        DiskFull: nothing stays.
+        DiskFull: what has arrived whole stays.
     """
     messages.check_part(order.offer, order.digest)
     place = parts.place(models_dir, order.digest, order.source)
     with (
         install.locked(models_dir, place.name, report),
-        install.clean_on_full_disk(models_dir, place),
+        install.clean_on_full_disk(models_dir, place, parts.drop_unfinished),
         install.cleared_if_unsound(place),
     ):
         fresh = manifest.Manifest(names.check(order.name), order.offer.whole.source, {})

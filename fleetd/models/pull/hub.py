@@ -20,7 +20,7 @@ from typing import Any
 
 from fleetd import limits
 from fleetd.errors import DownloadFailed, ModelCorrupt, ModelNotFound, ModelRefused, ModelUnsupported
-from fleetd.models import install, manifest, names
+from fleetd.models import hub_parts, install, manifest, names
 from fleetd.models.drafter_kinds import drafter_kind
 from fleetd.models.folder import read_config
 from fleetd.models.hub_parts import RemoteFile
@@ -37,6 +37,10 @@ WANTED: Sequence[str] = ("*.json", WEIGHTS_PATTERN, "tokenizer.model", "*.tiktok
 #: What a model was trained with.
 NOT_WANTED = frozenset({"data_config.json"})
 _GGUF = ".gguf"
+
+
+class _OtherCommit(DownloadFailed):
+    """The hub offers another version than it was asked for."""
 
 
 def pull_hub(
@@ -120,7 +124,7 @@ def _listing(hub_id: str, revision: str | None, staged: Path) -> tuple[str, list
     started = revision or install.staged_content(staged)
     try:
         return listing(hub_id, started)
-    except RevisionNotFoundError:
+    except (RevisionNotFoundError, _OtherCommit):
         if revision is not None or started is None:
             raise
         # The commit that an earlier attempt began with is gone; begin again.
@@ -138,6 +142,11 @@ def listing(hub_id: str, revision: str | None) -> tuple[str, list[RemoteFile]]:
     commit = str(info.sha or "")
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
         raise DownloadFailed(f"The hub names no commit for {hub_id}.", hint="Try again later.")
+    if hub_parts.commit_of(revision) not in (None, commit):
+        raise _OtherCommit(
+            f"The hub was asked for {hub_id} as of {revision} and offers {commit}.",
+            hint="A mirror that HF_ENDPOINT names may have one version of each model alone: unset it.",
+        )
     siblings = info.siblings or []
     wanted = _remote_files(siblings, WANTED)
     if any(fnmatch.fnmatchcase(file.name, WEIGHTS_PATTERN) for file in wanted):

@@ -55,7 +55,7 @@ def pull_part(order: HubPartOrder, models_dir: Path, report: Report) -> Path:
     models_dir.mkdir(parents=True, exist_ok=True)
     with (
         install.locked(models_dir, place.name, report),
-        install.clean_on_full_disk(models_dir, place),
+        install.clean_on_full_disk(models_dir, place, parts.drop_unfinished),
         hub.typed_failures(order.hub_id, _RESUMES),
     ):
         part, found = _outlined(listing, place, order, report)

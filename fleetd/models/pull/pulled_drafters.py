@@ -20,6 +20,7 @@ from fleetd.errors import ModelRefused
 from fleetd.models.hub_parts import RemoteFile
 from fleetd.models.weights import WEIGHTS_PATTERN
 from fleetd.storage import durable
+from fleetd.text.bounded import UNREADABLE
 from fleetd.text.decoding import from_json
 
 _FOLDER = ".pulled"
@@ -74,7 +75,7 @@ def _read(place: Path) -> PulledWeights | None:
     data = durable.read(place, limits.PULLED_DRAFTER_BYTES)
     try:
         return None if data is None else from_json(data, PulledWeights)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None
 
 

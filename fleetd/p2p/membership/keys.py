@@ -17,6 +17,7 @@ from fleetd import limits
 from fleetd.errors import IdentityRefused
 
 if TYPE_CHECKING:
+    from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
@@ -97,11 +98,9 @@ def certificate_for(key: Ed25519PrivateKey) -> bytes:
     """The certificate of a key, DER; the same bytes every time."""
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
-    from cryptography.x509.oid import NameOID
 
     public = key.public_key().public_bytes_raw()
-    # The id as the name, which distinguishes the anchors of a TLS context.
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, node_id(public))])
+    name = _name(public)
     built = (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -117,6 +116,14 @@ def certificate_for(key: Ed25519PrivateKey) -> bytes:
     return built.public_bytes(serialization.Encoding.DER)
 
 
+def _name(public_key: bytes) -> x509.Name:
+    """The id as the name: TLS looks for a certificate's anchor by its name, and tries the first alone."""
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, node_id(public_key))])
+
+
 def key_within(certificate: bytes) -> bytes:
     """The raw key in a certificate (DER) that this machine made itself, read without any check; b"" if there
     is none. ``public_key_of`` is for the certificates of others."""
@@ -128,7 +135,8 @@ def public_key_of(certificate: bytes) -> bytes:
     """The raw key that a certificate (DER) carries, if it is one that this module could have made.
 
     Raises:
-        IdentityRefused: too large, malformed, not Ed25519, an authority's, or signed by another key.
+        IdentityRefused: too large, malformed, not Ed25519, an authority's, signed by another key, or with
+            another name than its key's id, as that of another machine.
     """
     if len(certificate) > limits.CERTIFICATE_BYTES:
         raise IdentityRefused(
@@ -150,6 +158,8 @@ def public_key_of(certificate: bytes) -> bytes:
             raise IdentityRefused("The certificate is not signed with Ed25519.")
         if parsed.issuer != parsed.subject:
             raise IdentityRefused("The certificate was not issued by its own machine.")
+        if parsed.subject != _name(key.public_bytes_raw()):
+            raise IdentityRefused("The certificate has another name than the machine of its key.")
         key.verify(parsed.signature, parsed.tbs_certificate_bytes)
         if not certificate.endswith(_WHOLE_BYTES + parsed.signature):
             raise IdentityRefused("The certificate's signature is written in an unusual way.")

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Container
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from fleetd import limits
 from fleetd.errors import (
@@ -199,9 +199,18 @@ class PeerConnection(asyncio.Protocol):
 
     @property
     def peer_host(self) -> str:
-        """The address of the other side's end of the connection."""
+        """The address of the other side's end of the connection, as it is dialled."""
         found = self._transport.get_extra_info("peername") if self._transport else None
-        return str(found[0]) if found else ""
+        if not found:
+            return ""
+        host, scope = str(found[0]), found[3] if len(found) > 3 else 0
+        if not scope or "%" in host:
+            return host
+        try:
+            # A link-local address leads nowhere without its interface.
+            return f"{host}%{socket.if_indextoname(scope)}"
+        except OSError:  # the interface is gone
+            return host
 
     @property
     def is_attached(self) -> bool:
@@ -494,23 +503,35 @@ async def connect(
 
 
 async def open_socket(address: tuple[str, int]) -> socket.socket:
-    """A connected TCP socket, without delay. Raises PeerUnreachable, with the OSError as its cause."""
-    loop = asyncio.get_running_loop()
+    """A connected TCP socket, without delay, to the first of a host's addresses that answers.
+
+    Raises PeerUnreachable, with the OSError of the last address as its cause.
+    """
     host, port = address
+    failed: Exception = TimeoutError()
     try:
         async with asyncio.timeout(limits.PEER_CONNECT_S):
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            family, kind, protocol, _, target = found[0]
-            sock = socket.socket(family, kind, protocol)
-            try:
-                sock.setblocking(False)
-                with contextlib.suppress(OSError):
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                await loop.sock_connect(sock, target)
-            except BaseException:
-                sock.close()
-                raise
-    except (OSError, UnicodeError) as error:  # a timeout is an OSError; UnicodeError: not a valid host name
-        message, hint = explain(error, host, port, sys.platform)
-        raise PeerUnreachable(message, hint=hint) from error
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            for family, kind, protocol, _, target in found:
+                try:
+                    # One that swallows calls leaves time for the others.
+                    async with asyncio.timeout(limits.PEER_CONNECT_S / len(found)):
+                        return await _connected(socket.socket(family, kind, protocol), target)
+                except OSError as error:  # a timeout is one
+                    failed = error
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
+        failed = error
+    message, hint = explain(failed, host, port, sys.platform)
+    raise PeerUnreachable(message, hint=hint) from failed
+
+
+async def _connected(sock: socket.socket, target: Any) -> socket.socket:
+    try:
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await asyncio.get_running_loop().sock_connect(sock, target)
+    except BaseException:
+        sock.close()
+        raise
     return sock

@@ -12,17 +12,20 @@ const RULE = /^ {0,3}(?:-{3,}|\*{3,}|_{3,})\s*$/;
 const INLINE = /(`+)(.+?)\1(?!`)|\[([^\]\n]+)\]\((https?:\/\/[^\s()<>]+)\)|(https?:\/\/[^\s<>()[\]"'`]+[^\s<>()[\]"'`.,;:!?])|\*\*(?=\S)(.+?\S|\S)\*\*|(?<![\w*])[*_](?=[^\s*_])([^*_\n]*[^\s*_])[*_](?![\w*])/s;
 
 const LONGEST = 10_000;
+// A model may write marks in marks without end, and each level is a call.
+const DEEPEST = 16;
 
-/** `copy(text)` makes the button of a block of code. */
-export function markdown(text, copy = () => null) {
+/** `copy(text)` makes the button of a block of code. `depth`: how many quotes and lists it stands in. */
+export function markdown(text, copy = () => null, depth = 0) {
+  if (depth > DEEPEST) return [h("p", null, inline(text))];
   const lines = text.split("\n");
   const found = [];
-  for (let at = 0; at < lines.length; ) at = block(lines, at, found, copy);
+  for (let at = 0; at < lines.length; ) at = block(lines, at, found, copy, depth);
   return found;
 }
 
 /** Reads one block at a line, adds it, and returns the line behind it. */
-function block(lines, at, found, copy) {
+function block(lines, at, found, copy, depth) {
   const line = lines[at];
   const fence = FENCE.exec(line);
   if (fence) return code(lines, at, fence, found, copy);
@@ -39,10 +42,10 @@ function block(lines, at, found, copy) {
   if (QUOTE.test(line)) {
     let end = at;
     while (end < lines.length && QUOTE.test(lines[end])) end += 1;
-    found.push(h("blockquote", null, markdown(lines.slice(at, end).map((each) => each.replace(QUOTE, "")).join("\n"), copy)));
+    found.push(h("blockquote", null, markdown(lines.slice(at, end).map((each) => each.replace(QUOTE, "")).join("\n"), copy, depth + 1)));
     return end;
   }
-  if (ITEM.test(line)) return list(lines, at, found, copy);
+  if (ITEM.test(line)) return list(lines, at, found, copy, depth);
   let end = at + 1;
   while (end < lines.length && lines[end].trim() && !FENCE.test(lines[end]) && !HEADING.test(lines[end]) && !ITEM.test(lines[end]) && !QUOTE.test(lines[end])) end += 1;
   found.push(h("p", null, inline(lines.slice(at, end).join("\n"))));
@@ -57,7 +60,7 @@ function code(lines, at, [, fence, language], found, copy) {
   return end + 1;
 }
 
-function list(lines, at, found, copy) {
+function list(lines, at, found, copy, depth) {
   const [, indent, number] = ITEM.exec(lines[at]);
   const items = [];
   let end = at;
@@ -78,7 +81,7 @@ function list(lines, at, found, copy) {
   }
   const start = number !== undefined && Number(number) !== 1 ? Number(number) : null;
   found.push(h(number === undefined ? "ul" : "ol", { start }, items.map((item) => {
-    const inner = markdown(item.join("\n"), copy);
+    const inner = markdown(item.join("\n"), copy, depth + 1);
     // A short item is no paragraph.
     return h("li", null, inner.length && inner[0].tag === "p" ? [inner[0].children, inner.slice(1)] : inner);
   })));
