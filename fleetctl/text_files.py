@@ -1,9 +1,12 @@
-"""Prompts and schemas from files and pipes: UTF-8, and no more than the daemon takes."""
+"""Prompts, schemas and images from files and pipes: text in UTF-8, and no more than the daemon takes."""
 
 from __future__ import annotations
 
+import base64
 import json
+import mimetypes
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,6 +44,29 @@ def read_schema(path: str) -> SchemaFile:
             hint='A small one: {"type": "object", "properties": {"name": {"type": "string"}}}',
         )
     return SchemaFile(name, schema)
+
+
+def with_images(text: str, paths: Sequence[str]) -> str | list[dict[str, Any]]:
+    """A message's content: images in the order of their files, then the text; the text alone without any.
+
+    Raises ClientError, OSError.
+    """
+    if not paths:
+        return text
+    images = [{"type": "image_url", "image_url": {"url": _image_url(path)}} for path in paths]
+    return [*images, {"type": "text", "text": text}]
+
+
+def _image_url(path: str) -> str:
+    with Path(path).open("rb") as file:
+        raw = file.read(limits.IMAGE_BYTES + 1)
+    if len(raw) > limits.IMAGE_BYTES:
+        raise ClientError(
+            f"{path} holds more than {limits.IMAGE_BYTES // limits.MIB} MiB, the most of an image.",
+            hint="Make it smaller first.",
+        )
+    kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
+    return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
 
 
 def _no_number(text: str) -> NoReturn:

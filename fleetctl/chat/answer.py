@@ -60,7 +60,7 @@ class Options:
     smart: bool | float | None = None
     schema: SchemaFile | None = None
 
-    def body(self, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
+    def body(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
         body: dict[str, Any] = {
             "messages": list(messages),
             "stream": True,
@@ -270,7 +270,7 @@ def closing(answer: Answer) -> None:
 def ask(
     client: Client,
     options: Options,
-    messages: Sequence[dict[str, str]],
+    messages: Sequence[dict[str, Any]],
     *,
     quiet: bool = False,
     plain: bool = False,

@@ -6,6 +6,7 @@ import os
 import select
 import stat
 import sys
+from typing import Any
 
 import click
 
@@ -13,7 +14,7 @@ from fleetctl import completion
 from fleetctl.chat.answer import Options, ask, closing
 from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.exits import Exit
-from fleetctl.text_files import composed, decoded, read_schema
+from fleetctl.text_files import composed, decoded, read_schema, with_images
 from fleetd import limits
 
 # After so many seconds without input from a pipe, chat says what it is waiting for.
@@ -45,6 +46,14 @@ _STDIN_PATIENCE_S = 2.0
 @click.option(
     "--stop", multiple=True, metavar="TEXT", help="End the answer before this text; may be repeated."
 )
+@click.option(
+    "-i",
+    "--image",
+    "images",
+    multiple=True,
+    metavar="FILE",
+    help="Show the model this image before the PROMPT; may be repeated.",
+)
 @click.option("--schema", metavar="FILE", help="The answer follows the JSON schema in FILE (- is stdin).")
 @click.option("--local-only", is_flag=True, help="No other machine sees the prompt or helps with it.")
 @click.option(
@@ -70,6 +79,7 @@ def command(
     max_tokens: int | None,
     seed: int | None,
     stop: tuple[str, ...],
+    images: tuple[str, ...],
     schema: str | None,
     local_only: bool,
     smart_prefill: bool,
@@ -88,6 +98,8 @@ def command(
     options = Options(model, temperature, top_p, max_tokens, seed, stop, local_only, smart, form)
     text = composed(" ".join(prompt), None if schema == "-" else piped_text())
     if text is None:
+        if images:
+            raise click.UsageError("--image needs a PROMPT: say what to do with it.")
         if session.json:
             raise click.UsageError("--json needs a PROMPT, as an argument or on stdin.")
         if not sys.stdin.isatty():
@@ -97,7 +109,7 @@ def command(
         return converse(session.client(), options, system, stats=not no_stats, plain=plain)
     if not text.strip():
         raise click.UsageError("The prompt is empty.")
-    messages = [{"role": "user", "content": text}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": with_images(text, images)}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
     answer = ask(session.client(), options, messages, quiet=session.json, plain=plain)

@@ -14,6 +14,7 @@ from interrupting import interrupt
 
 from fleetctl.chat.answer import Answer
 from fleetctl.exits import Exit
+from fleetd import limits
 from fleetd.text import too_long
 
 BEFORE = "412 prompt tokens (300 cached) · first token "
@@ -154,6 +155,33 @@ def test_a_schema_on_stdin_needs_a_prompt(run: Run, daemon: FakeDaemon) -> None:
     done = run("chat", "--schema", "-", home=daemon.home, stdin=json.dumps(SCHEMA))
     assert (done.returncode, daemon.chats) == (Exit.USAGE, [])
     assert "PROMPT has to be an argument" in done.stderr
+
+
+def test_images_stand_before_the_prompt(run: Run, daemon: FakeDaemon, tmp_path: Path) -> None:
+    files = [tmp_path / "one.png", tmp_path / "other"]
+    for file in files:
+        file.write_bytes(file.name.encode())
+    daemon.chat(answer("A cat."))
+    done = run("chat", "-i", str(files[0]), "--image", str(files[1]), "What is it?", home=daemon.home)
+    assert (done.returncode, done.stdout) == (0, "A cat.\n")
+    (message,) = daemon.chats[-1]["messages"]
+    assert message["content"] == [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,b25lLnBuZw=="}},
+        {"type": "image_url", "image_url": {"url": "data:application/octet-stream;base64,b3RoZXI="}},
+        {"type": "text", "text": "What is it?"},
+    ]
+
+
+def test_an_image_needs_a_prompt_and_a_file(run: Run, daemon: FakeDaemon, tmp_path: Path) -> None:
+    done = run("chat", "--image", str(tmp_path / "none.png"), "What is it?", home=daemon.home)
+    assert (done.returncode, daemon.chats) == (Exit.ERROR, [])
+    assert "No such file" in done.stderr
+    large = tmp_path / "large.png"
+    with large.open("wb") as file:
+        file.truncate(limits.IMAGE_BYTES + 1)
+    done = run("chat", "--image", str(large), "What is it?", home=daemon.home)
+    assert (done.returncode, daemon.chats) == (Exit.ERROR, [])
+    assert "large.png holds more than 20 MiB" in done.stderr
 
 
 def test_a_schema_that_the_daemon_refuses_is_named_by_its_file(
