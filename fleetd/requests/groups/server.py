@@ -255,8 +255,8 @@ class StageServer:
         return await file_threads.look(parts.folder, path, name)
 
     async def close(self) -> None:
-        """End what still runs in the background."""
-        await self._background.close()
+        """Wait until the layers of groups that have ended are let go of."""
+        await self._background.finish()
 
 
 async def _ended(events: AsyncGenerator[Event, None]) -> None:
