@@ -60,8 +60,8 @@ async def with_beats(work: Coroutine[Any, Any, _T], every_s: float, beat: Callab
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel the tasks and wait until all of them have ended. What they raise is left in them.
 
-    Whoever waits may be cancelled meanwhile: a request is, when its machine leaves it and is then lost. That is
-    raised once they have ended, as what they use is closed next.
+    Whoever waits may be cancelled meanwhile: a request is, when its machine leaves it and is then lost. That
+    is raised once they have ended, as what they use is closed next.
     """
     ending = set(tasks)
     for task in ending:

@@ -49,5 +49,5 @@ async def test_who_is_silent_is_lost() -> None:
         near.setblocking(False)
         stream: Any = SocketStream(near)
         far.send(b".")
-        with pytest.raises(PeerLost, match="No sign of life for 0.5 s"):
+        with pytest.raises(PeerLost, match=r"No sign of life for 0\.5 s"):
             await next_message(stream, silence_s=SILENCE_S)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,17 @@ import pytest
 
 from fleetd import limits
 from fleetd.engine.protocol import CONNECTING, WAITING
-from fleetd.errors import FleetError, GroupLost, MemberGone, ModelUnsupported, OutOfMemory, PeerLost
+from fleetd.errors import (
+    FleetError,
+    GroupLost,
+    MemberGone,
+    ModelUnsupported,
+    OutOfMemory,
+    Overloaded,
+    PeerLost,
+)
 from fleetd.p2p.link_prober import Invitation
+from fleetd.requests.groups.promised_memory import OwnPromise
 from fleetd.requests.ranks import messages
 from fleetd.requests.ranks.client import FleetRanks, RankMachine
 from fleetd.requests.ranks.messages import NextRank, RankTold
@@ -67,7 +78,7 @@ class BrokenStream(EndedStream):
 
 async def test_the_rank_that_failed_is_named_and_not_one_that_saw_it_go() -> None:
     partners: Any = None
-    machines = [RankMachine("node-a", "kitchen"), RankMachine("node-b", "studio")]
+    machines = [RankMachine("node-b", "kitchen"), RankMachine("node-a", "studio")]
     ranks = FleetRanks(partners, "tiny", "digest", machines, 3, 64)
     over = asyncio.Event()
     saw: Any = EndedStream(MemberGone("Another rank is gone."))
@@ -154,5 +165,66 @@ async def test_ranks_that_all_wait_for_each_other_are_given_up(monkeypatch: pyte
         engine.loading.stage = CONNECTING
         with pytest.raises(GroupLost, match="kitchen: It says that it is alive, and gets no further"):
             await connecting
+    finally:
+        ranks.close()
+
+
+class PromisingStream(EndedStream):
+    """A rank's stream: there is memory for it."""
+
+    def __init__(self) -> None:
+        super().__init__(PeerLost("It says no more."))
+
+    async def receive(self) -> bytes | None:
+        return messages.encode(RankTold(before=Invitation(bytes(32), bytes(32))))
+
+
+async def test_machines_promise_a_ring_memory_in_the_order_of_any_group() -> None:
+    """Of two rings over the same machines one gets all of them: neither has what the other one waits for."""
+    asked = list[str]()
+
+    @contextlib.contextmanager
+    def promise(_held: object) -> Iterator[None]:
+        asked.append("home")
+        yield
+
+    @contextlib.contextmanager
+    def expect() -> Iterator[object]:
+        yield SimpleNamespace(ticket=bytes(32), key=bytes(32))
+
+    def request(node_id: str, *_: object) -> PromisingStream:
+        asked.append(node_id)
+        return PromisingStream()
+
+    async def connect(*_: object) -> None:
+        raise PeerLost("There is no tunnel.")
+
+    partners: Any = SimpleNamespace(node_id="home", request=request, expect=expect, connect=connect)
+    machines = [RankMachine(node_id, node_id) for node_id in ("kitchen", "garage", "attic")]
+    ranks = FleetRanks(partners, "tiny", "d" * 64, machines, 2, 64, OwnPromise(promise))
+    with pytest.raises(GroupLost, match="kitchen: There is no tunnel"):
+        await ranks.form(lambda told: None)
+    ranks.close()
+    assert asked == ["attic", "garage", "home", "kitchen"]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_machine_whose_group_has_just_ended_is_asked_again(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rank may take a while to end. One that stays a rank of another group says so."""
+    if not ends:
+        monkeypatch.setattr(limits, "TICKET_S", 0.0)
+    busy = EndedStream(Overloaded("This machine is a rank of another group already."))
+    answers: list[Any] = [busy, PromisingStream()]
+    partners: Any = SimpleNamespace(request=lambda *_: answers.pop(0))
+    ranks = FleetRanks(partners, "tiny", "d" * 64, [RankMachine("node", "kitchen")], 2, 64)
+    following = NextRank("this", Invitation(bytes(32), bytes(32)))
+    try:
+        if ends:
+            assert (await ranks._asked(ranks._ranks[0], 1, following)).node_id == "node"
+        else:
+            with pytest.raises(GroupLost, match="kitchen: This machine is a rank of another group already"):
+                await ranks._asked(ranks._ranks[0], 1, following)
     finally:
         ranks.close()

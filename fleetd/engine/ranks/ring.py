@@ -40,8 +40,8 @@ _OF_BACKENDS = ("[ring]", "[jaccl]", "[nccl]", "NCCL")
 def joined(place: RingPlace, progress: PassProgress) -> Any:
     """The ``mx.distributed.Group`` of this process, once all ranks have come. Raises MemberLost.
 
-    MLX waits for the others without a limit, and no thread of this process runs meanwhile: who looks at
-    ``progress`` ends it after ``limits.RING_FORM_S``, and says why; if nobody looks any more, the kernel does.
+    MLX waits for the others without a limit, and no thread of this process runs meanwhile: the daemon, which
+    looks at ``progress``, ends it after ``limits.RING_FORM_S`` and says why. Without one the kernel ends it.
     """
     with (
         tempfile.TemporaryDirectory(prefix="fleetd-ring-") as folder,

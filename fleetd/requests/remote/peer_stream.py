@@ -12,8 +12,8 @@ from fleetd.errors import FleetError, PeerLost, ProtocolError, from_code
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.remote.message_codec import ALIVE
 
-# Silence is counted in so many short waits. If this process itself stood still, one of them is over at once, and
-# in the next one it reads what has come meanwhile.
+# Silence is counted in so many short waits. If this process itself stood still, one of them is over at once,
+# and in the next one it reads what has come meanwhile.
 _WAITS = 5
 
 
