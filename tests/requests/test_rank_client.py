@@ -200,7 +200,7 @@ async def test_machines_promise_a_ring_memory_in_the_order_of_any_group() -> Non
         raise PeerLost("There is no tunnel.")
 
     partners: Any = SimpleNamespace(node_id="home", request=request, expect=expect, connect=connect)
-    machines = [RankMachine(node_id, node_id) for node_id in ("kitchen", "garage", "attic")]
+    machines = [RankMachine(node_id, node_id) for node_id in ("garage", "kitchen", "attic")]
     ranks = FleetRanks(partners, "tiny", "d" * 64, machines, 2, 64, OwnPromise(promise))
     with pytest.raises(GroupLost, match="kitchen: There is no tunnel"):
         await ranks.form(lambda told: None)
