@@ -165,7 +165,7 @@ async def test_a_ring_that_is_not_formed_in_time_is_a_loss_of_the_group(
     front = EngineProcess(settings)
     try:
         await front.start()
-        with pytest.raises(GroupLost, match="its ranks are ended"):
+        with pytest.raises(GroupLost, match="did not all come in time"):
             async for _ in front.loaded():
                 pass
     finally:

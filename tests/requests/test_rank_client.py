@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fleetd import limits
-from fleetd.engine.protocol import CONNECTING, WAITING
+from fleetd.engine.protocol import CONNECTING, WAITING, Loading
 from fleetd.errors import (
     FleetError,
     GroupLost,
@@ -228,3 +228,53 @@ async def test_a_machine_whose_group_has_just_ended_is_asked_again(
                 await ranks._asked(ranks._ranks[0], 1, following)
     finally:
         ranks.close()
+
+
+class LoadingStream(PromisingStream):
+    """A rank's stream: its machine loads another model first, until ``over`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = asyncio.Event()
+        self._told = [RankTold(f"{WAITING}llama to load"), RankTold(before=Invitation(bytes(32), bytes(32)))]
+
+    async def receive(self) -> bytes | None:
+        if self._told:
+            return messages.encode(self._told.pop())
+        await self.over.wait()
+        return messages.encode(RankTold("starting"))
+
+
+async def test_no_rank_waits_in_vain_for_one_whose_machine_loads_another_model_first() -> None:
+    """A process that waits for the others is ended after a while."""
+
+    @contextlib.contextmanager
+    def expect() -> Iterator[object]:
+        yield SimpleNamespace(ticket=bytes(32), key=bytes(32), socket=nothing)
+
+    async def nothing(*_: object) -> None:
+        pass
+
+    stream = LoadingStream()
+    partners: Any = SimpleNamespace(node_id="home", request=lambda *_: stream, expect=expect, connect=nothing)
+    ranks = FleetRanks(partners, "tiny", "d" * 64, [RankMachine("node", "kitchen")], 2, 64)
+    ranks._links.close()
+    links: Any = SimpleNamespace(
+        goes_to=lambda *_: None, comes_from=lambda *_: None, agree=nothing, close=lambda: None
+    )
+    ranks._links = links
+    said, waits = list[str](), asyncio.Event()
+
+    def told(step: Loading) -> None:
+        said.append(step.stage)
+        if WAITING in step.stage:
+            waits.set()
+
+    forming = asyncio.create_task(ranks.form(told))
+    await asyncio.wait({forming, wait := asyncio.create_task(waits.wait())}, return_when="FIRST_COMPLETED")
+    assert not forming.done()
+    await wait
+    assert said[-1] == "kitchen: waiting for llama to load"
+    stream.over.set()
+    await forming
+    ranks.close()

@@ -1,7 +1,7 @@
 """A ring seen from the machine that answers, which has rank 0.
 
 the last rank is asked first ──► each promises memory, opens a stream to the next one's machine, starts
-    its process ──► tunnels are there ──► rank 0 starts ──► all ranks meet ──► passes go to each
+    its process ──► tunnels and processes are there ──► rank 0 starts ──► all ranks meet ──► passes go to each
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class FleetRanks:
         return self._links.carried
 
     async def form(self, told: Callable[[Loading], None]) -> None:
-        """Have every machine start its rank, and close the ring of tunnels. Raises the first failure, naming
+        """Have every machine close the ring of tunnels, and start its rank. Raises the first failure, naming
         its machine: GroupLost, OutOfMemory, or ModelError if others would do no better."""
         if self._fabrics is not None:
             await self._fabrics.look()
@@ -130,6 +130,7 @@ class FleetRanks:
             with self._forming(self._ranks[-1]):
                 self._links.comes_from(await expected.socket(), expected.key)
                 await self._links.agree()
+        await gather_or_cancel(*(self._started(rank, told) for rank in self._ranks))
 
     async def connect(self, engine: EngineProcess) -> None:
         """Give the engine its streams to the other ranks, once they have read their weights."""
@@ -185,6 +186,16 @@ class FleetRanks:
                     if clock() >= again_s:
                         raise
                 await asyncio.sleep(limits.RANK_LOOK_S)
+
+    async def _started(self, rank: _Rank, told: Callable[[Loading], None]) -> None:
+        """Until a rank's process starts. Its machine may load another model first, and a process waits for
+        the others only for as long as a ring takes to form."""
+        by_s = asyncio.get_running_loop().time() + limits.ENGINE_LOAD_S
+        with self._forming(rank):
+            if rank.stream is None:
+                raise PeerLost("It was not asked.")
+            while (answer := await self._hear(rank.stream, lambda: by_s)).stage.startswith(WAITING):
+                told(Loading(f"{rank.machine.name}: {answer.stage}"[: limits.CARD_TEXT_CHARS]))
 
     async def _joined(self, rank: _Rank, engine: EngineProcess) -> None:
         with self._forming(rank):
