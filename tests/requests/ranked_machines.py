@@ -24,7 +24,7 @@ from fleetd.errors import FleetError
 from fleetd.models.memory_need import WeightRules
 from fleetd.p2p.membership.cards import Card, MachineFacts
 from fleetd.requests.admission import ServingContext
-from fleetd.requests.groups.promised_memory import PromisedMemory
+from fleetd.requests.promised_memory import PromisedMemory
 from fleetd.requests.ranks import messages
 from fleetd.requests.ranks.planning import RankPlanner
 from fleetd.requests.ranks.server import RankServer

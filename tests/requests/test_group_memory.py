@@ -30,8 +30,8 @@ from fleetd.requests.groups import messages
 from fleetd.requests.groups.client import FleetGroup, _AskedMember
 from fleetd.requests.groups.known_hops import KnownHops
 from fleetd.requests.groups.messages import LinkQuestion, StageQuestion, StageTold
-from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.groups.server import StageServer, _HeldStage
+from fleetd.requests.promised_memory import PromisedMemory
 from fleetd.requests.remote.bulk_dialer import BulkDialer
 from fleetd.requests.remote.peer_stream import next_message
 

@@ -22,7 +22,7 @@ from fleetd.errors import (
     PeerLost,
 )
 from fleetd.p2p.link_prober import Invitation
-from fleetd.requests.groups.promised_memory import OwnPromise
+from fleetd.requests.promised_memory import OwnPromise
 from fleetd.requests.ranks import messages
 from fleetd.requests.ranks.client import FleetRanks, RankMachine
 from fleetd.requests.ranks.messages import NextRank, RankTold

@@ -52,9 +52,9 @@ from fleetd.requests.groups import messages
 from fleetd.requests.groups.known_hops import KnownHops
 from fleetd.requests.groups.load_deadline import LoadDeadline
 from fleetd.requests.groups.messages import LinkQuestion, LinkTold, NextMember, StageQuestion, StageTold
-from fleetd.requests.groups.promised_memory import OwnPromise
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.ports import FleetPort
+from fleetd.requests.promised_memory import OwnPromise
 from fleetd.requests.remote.peer_stream import next_message, said_by
 
 log = structlog.get_logger(__name__)

@@ -45,8 +45,8 @@ from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import BackgroundTasks, with_beats, with_heartbeats
 from fleetd.requests.groups import messages
 from fleetd.requests.groups.messages import LinkQuestion, LinkTold, StageQuestion, StageTold
-from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.model_copies import ModelCopies
+from fleetd.requests.promised_memory import PromisedMemory
 from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.remote.message_codec import ALIVE
 from fleetd.requests.remote.peer_stream import own_id

@@ -32,8 +32,8 @@ from fleetd.errors import (
 )
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.concurrency import gather_or_cancel
-from fleetd.requests.groups.promised_memory import OwnPromise
 from fleetd.requests.ports import FleetPort
+from fleetd.requests.promised_memory import OwnPromise
 from fleetd.requests.ranks import messages
 from fleetd.requests.ranks.fabrics import Fabrics, no_offer
 from fleetd.requests.ranks.messages import NextRank, RankQuestion, RankTold

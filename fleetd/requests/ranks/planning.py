@@ -13,10 +13,10 @@ from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import WORKING_BYTES, LayerBytes
 from fleetd.models.model_sizes import ModelSizes
 from fleetd.plan.ranks import undividable
-from fleetd.requests.groups.promised_memory import OwnPromise
 from fleetd.requests.members.members import Member, Members, eligible
 from fleetd.requests.members.named_machines import hint_for
 from fleetd.requests.ports import FleetPort
+from fleetd.requests.promised_memory import OwnPromise
 from fleetd.requests.ranks.client import FleetRanks, RankMachine
 from fleetd.requests.ranks.fabrics import Fabrics
 from fleetd.requests.ranks.prices import MeasuredSums
