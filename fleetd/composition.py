@@ -57,7 +57,6 @@ from fleetd.requests.drafting.server import DraftServer
 from fleetd.requests.groups import messages as group_messages
 from fleetd.requests.groups.labels import GroupLabels
 from fleetd.requests.groups.planning import FleetGroups
-from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.groups.server import StageServer
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.kv_fetching import messages as fetching_messages
@@ -79,6 +78,7 @@ from fleetd.requests.plan_service import PlanService
 from fleetd.requests.prefill_sharing import messages as sharing_messages
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.prefill_sharing.server import AssistServer
+from fleetd.requests.promised_memory import PromisedMemory
 from fleetd.requests.ranks import messages as rank_messages
 from fleetd.requests.ranks.fabrics import Fabrics
 from fleetd.requests.ranks.planning import RankPlanner

@@ -46,9 +46,9 @@ class Mouth:
 
     def open(self) -> socket.socket:
         """The connection of the first process of fleetd that comes. No other one is let in: its bytes would
-        be the rank's. Raises OSError if none comes in time."""
+        be the rank's. Raises OSError if none comes in time, or once it is closed."""
         with self._listener:
-            return local_peers.accept(self._listener, self.daemon, limits.RING_FORM_S)
+            return local_peers.accept(self._listener, self.daemon, limits.RANKS_LOAD_S)
 
     def close(self) -> None:
         _shut(self._listener)
@@ -67,8 +67,9 @@ class LocalPort:
         self._closed = False
 
     def open(self) -> socket.socket:
-        """Connect to the process, once it listens. Raises OSError if it does not in time."""
-        until_s = time.monotonic() + limits.RING_FORM_S
+        """Connect to the process, once it listens. Raises OSError if it does not in time, or once this is
+        closed."""
+        until_s = time.monotonic() + limits.RANKS_LOAD_S
         while True:
             try:
                 return socket.create_connection((_HERE, self.port), timeout=limits.RING_FORM_S)

@@ -27,8 +27,6 @@ RDMA_S = 30e-6
 # Two Sparks by NCCL over a cable of 200 Gbit/s: no figure for one sum was found. They are taken to be as fast
 # as Macs with RDMA, whose cards are as far from the memory.
 NCCL_S = 30e-6
-# What is added for each machine beyond two, as a share: a mesh waits for the slowest of more messages.
-EACH_MORE = 0.25
 # What a hop of the ring takes beside the link: two processes, and the threads of two tunnels, are woken one
 # after the other. A ring of two processes without tunnels took 0.15 ms for a sum of two hops on x86-64.
 HOP_S = 75e-6
@@ -69,11 +67,6 @@ def ring_sum_s(ranks: int, links: Sequence[LinkSpeed], n_bytes: int) -> float:
     known = [link.bytes_per_s for link in links if link.bytes_per_s > 0]
     sent_s = n_bytes / ranks / min(known) if known else 0.0
     return 2 * (ranks - 1) * (way_s + sent_s + HOP_S)
-
-
-def mesh_sum_s(ranks: int, two_s: float) -> float:
-    """Seconds of a sum over machines that are linked each with each; ``two_s``: over two."""
-    return two_s * (1 + EACH_MORE * (ranks - 2))
 
 
 def divided(found: GroupCut, layers: int, one_sum: SumTime) -> RankPrice:

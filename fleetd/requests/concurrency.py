@@ -58,12 +58,22 @@ async def with_beats(work: Coroutine[Any, Any, _T], every_s: float, beat: Callab
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks and wait until all of them have ended. What they raise is left in them."""
-    ending = list(tasks)
+    """Cancel the tasks and wait until all of them have ended. What they raise is left in them.
+
+    Whoever waits may be cancelled meanwhile: a request is, when its machine leaves it and is then lost. That
+    is raised once they have ended, as what they use is closed next.
+    """
+    ending = set(tasks)
     for task in ending:
         task.cancel()
-    if ending:
-        await asyncio.wait(ending)
+    cancelled: asyncio.CancelledError | None = None
+    while ending:
+        try:
+            _, ending = await asyncio.wait(ending)
+        except asyncio.CancelledError as error:
+            cancelled, ending = error, {task for task in ending if not task.done()}
+    if cancelled is not None:
+        raise cancelled
 
 
 class BackgroundTasks:

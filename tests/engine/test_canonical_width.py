@@ -13,10 +13,16 @@ import pytest
 import speculating
 import tiny_architectures
 from group_machines import group_of, lazy, rows_held
+from mirrored_ranks import ranks_of
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from speculating import Run, Scripted, guessing, patchy, perfect, right_for
 
 from fleetd.engine.protocol import Sampling, Speculate
+from fleetd.engine.sequence_state import rollback
+from fleetd.engine.sequence_state.kinds import ANY
+from fleetd.engine.sequence_state.parts import kept_from
+from fleetd.engine.speculation.canonical_width import WideSteps
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, most_context, probe
 from fleetd.engine.speculation.speculation import WorkerSpeculation
 
@@ -170,6 +176,20 @@ SOURCES: dict[str, Callable[[list[int]], list[Scripted]]] = {
 }
 
 
+def answered(model: Any, tokenizer: Any, kind: str, whole: list[int], sampling: Sampling) -> Run:
+    """With drafts of a kind; ``whole``: the answer without."""
+    run = Run(model, tokenizer, WorkerSpeculation(VERDICT, VOCAB, "on"))
+    sources = SOURCES[kind](whole)
+    refused = Speculate(enabled=bool(sources))
+    run.submit("r", PROMPT, *sources, sampling=sampling, max_tokens=70, top_logprobs=1, speculate=refused)
+    for _ in range(8):
+        run.turn()
+    if kind == "joined":
+        run.submit("b", PROMPT[:9], max_tokens=20, speculate=refused)
+    run.finish()
+    return run
+
+
 @pytest.mark.parametrize(
     ("cuts", "direct", "sampling", "kinds"),
     [
@@ -191,22 +211,67 @@ def test_answers_of_a_group_have_the_bytes_of_one_machine(
 ) -> None:
     """Blocks of a single token that go ahead, and those past the context that the verdict holds for, too."""
 
-    def answered(model: Any, kind: str, whole: list[int]) -> Run:
-        run = Run(model, tokenizer, WorkerSpeculation(VERDICT, VOCAB, "on"))
-        sources = SOURCES[kind](whole)
-        refused = Speculate(enabled=bool(sources))
-        run.submit("r", PROMPT, *sources, sampling=sampling, max_tokens=70, top_logprobs=1, speculate=refused)
-        for _ in range(8):
-            run.turn()
-        if kind == "joined":
-            run.submit("b", PROMPT[:9], max_tokens=20, speculate=refused)
-        run.finish()
-        return run
-
-    alone = answered(long_llama, "plain", [])
+    alone = answered(long_llama, tokenizer, "plain", [], sampling)
     for number, kind in enumerate(kinds):
         group = lazy(group_of(long_llama, *cuts, direct=direct), number)
-        assert answered(group.model, kind, alone.tokens["r"]).said("r") == alone.said("r"), kind
+        told = answered(group.model, tokenizer, kind, alone.tokens["r"], sampling)
+        assert told.said("r") == alone.said("r"), kind
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_steps_of_ranks_are_widened_as_those_of_one_machine(
+    long_llama: Any, device: Device, others: int
+) -> None:
+    plan = ProbePlan((31, 300), (2, LIMIT - 1, LIMIT), 4, every=False)
+    model, mirrors = ranks_of(long_llama, others)
+    verdict = ask(model, device, plan)
+    assert (verdict.rows, verdict.width, verdict.context) == (2, LIMIT - 1, 304)
+    assert verdict.text == ask(long_llama, device, plan).text
+    # What was tried is gone.
+    cache = model.make_cache()
+    model(mx.array([[1]]), cache)
+    assert [len(mirror.rows) for mirror in mirrors] == [1] * others
+
+
+@pytest.mark.parametrize("others", [1, 2])
+@pytest.mark.usefixtures("device")
+def test_every_rank_takes_the_second_row_back(long_llama: Any, others: int) -> None:
+    """Between blocks that drafts make wider, of which some rows are taken back, too."""
+    model, mirrors = ranks_of(long_llama, others)
+    steps, cache = WideSteps(model, ANY), model.make_cache()
+    single = make_prompt_cache(long_llama)
+    alone = WideSteps(long_llama, ANY)
+    for tokens in ([PROMPT], [[3]], [[5]], [[7, 9, 11]], [[13]], [[2]]):
+        ours, right = steps(mx.array(tokens), cache), alone(mx.array(tokens), single)
+        assert bool(mx.all(ours == right))
+        if len(tokens[0]) == 3:
+            rollback.take_back(cache, 2)
+            rollback.take_back(single, 2)
+    # What was taken back last is told with the next pass.
+    steps(mx.array([[4]]), cache)
+    rollback.take_back(cache, 1)
+    steps(mx.array([[4, 6]]), cache)
+    layers = len(single)
+    own, there = cache[:layers], cache[layers:]
+    assert [each.tokens for each in there] == [own[0].offset] * others
+    for rows, mirror in zip(there, mirrors, strict=True):
+        kept = mirror.rows.caches(rows.number)
+        assert [each.offset for each in kept] == [each.offset for each in own]
+        assert all(map(mx.array_equal, kept_from(kept, 0), kept_from(own, 0)))
+
+
+@pytest.mark.parametrize("kind", ["perfect", "wrong", "joined"])
+@pytest.mark.usefixtures("device")
+def test_answers_of_ranks_have_the_same_bytes_with_and_without_drafts(
+    long_llama: Any, tokenizer: Any, kind: str
+) -> None:
+    alone = answered(long_llama, tokenizer, "plain", [], SAMPLINGS[0])
+    whole = alone.tokens["r"]
+    model, _ = ranks_of(long_llama, 2)
+    assert answered(model, tokenizer, kind, whole, SAMPLINGS[0]).said("r") == alone.said("r")
 
 
 def test_what_other_machines_keep_is_compared_too(long_llama: Any) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from asking import folder_of
 from files_off_the_loop import files_off_the_loop
 from hub_outlines import outline
+from rank_workers import places
 from sharing import LAYERS, write
 
 from fleetd import limits
@@ -21,8 +22,8 @@ from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.daemon_side.group_front import GroupFront, NewCut
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.worker_maker import WorkerMaker
-from fleetd.engine.protocol import LoadFailed, Loading
-from fleetd.engine.settings import GroupMember, WorkerOptions, WorkerSettings
+from fleetd.engine.protocol import WAITING, LoadFailed, Loading
+from fleetd.engine.settings import GroupMember, RingPlace, WorkerOptions, WorkerSettings
 from fleetd.errors import FleetError, GroupLost, MemberGone, ModelUnsupported, NoMachine
 from fleetd.models import memory_need, model_sizes
 from fleetd.models.folder import ModelFolder
@@ -43,7 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 class FormingGroup:
     """A group whose members never get ready."""
 
-    tokens, kinds, ring, carried = 4096, frozenset[str](), None, ""
+    tokens, kinds, carried = 4096, frozenset[str](), ""
+    ring: RingPlace | None = None
 
     def __init__(self, names: Sequence[str]) -> None:
         self.members = tuple(GroupMember(2, LAYERS, f"m{n}", name) for n, name in enumerate(names))
@@ -115,6 +117,63 @@ async def test_layers_for_another_machine_do_not_wait_for_a_group_that_is_formed
             await loading
     finally:
         await pool.close()
+
+
+class FormedRing(FormingGroup):
+    """A ring whose tunnels are there, and whose other rank never comes."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self.members = tuple(GroupMember(0, LAYERS, f"m{n}", name) for n, name in enumerate(names))
+        self.ring = places(1 + len(names))[0]
+
+    async def form(self, told: Callable[[Loading], None]) -> None:
+        pass
+
+    async def connect(self, engine: object) -> None:
+        self.begun.set()
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("lent", ["layers", "rank"])
+async def test_what_another_machine_asks_for_does_not_wait_for_a_rank_here_that_waits_for_others(
+    folder: ModelFolder, lent: str
+) -> None:
+    """Of two machines that divide two models, each may have the rank of the other one that is waited for."""
+    ring = FormedRing(["kitchen"])
+    pool = EnginePool(WorkerMaker(OPTIONS, ranks=lambda *_: ring))
+    loading = asyncio.create_task(use(pool.loading(folder, over=["kitchen"], split="tensors")))
+    try:
+        await ring.begun.wait()
+        stages: asyncio.Queue[str] = asyncio.Queue()
+
+        def loads(step: Loading) -> None:
+            stages.put_nowait(step.stage)
+
+        other = folder_of(folder.path, "other")
+        borrowed = (
+            pool.lent.assisting(other, 2, LAYERS, progress=loads)
+            if lent == "layers"
+            else pool.lent.ranked(other, places(2)[1], progress=loads)
+        )
+
+        async def borrow() -> None:
+            async with borrowed:
+                pass
+
+        borrowing = asyncio.create_task(borrow())
+        assert not (await stages.get()).startswith(WAITING)
+        borrowing.cancel()
+        await asyncio.wait([borrowing])
+    finally:
+        loading.cancel()
+        await asyncio.wait([loading])
+        await pool.close()
+
+
+async def use(steps: AsyncIterator[Loading]) -> None:
+    async for _ in steps:
+        pass
 
 
 @pytest.mark.parametrize("over", [["kitchen"], []])

@@ -96,3 +96,12 @@ def test_a_pass_that_fails_is_over(both: tuple[PassProgress, PassProgress], cloc
         raise RuntimeError
     assert not daemon.under_way
     assert daemon.done == 0
+
+
+def test_the_disk_has_a_place_for_what_is_shared() -> None:
+    """Else the kernel ends whoever writes there first, once the disk is full: there is no error to raise."""
+    fd = PassProgress.create()
+    try:
+        assert os.fstat(fd).st_blocks > 0
+    finally:
+        os.close(fd)

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import forked_programs
 import psutil
 import pytest
 from asking import GREEDY
+from forked_programs import Programs
 from rank_workers import TOKENS, places, ranks
 from request_events import RequestEvents
 from sharing import LAYERS, prompt, worker_settings, workers, write
@@ -147,6 +149,28 @@ async def test_a_ring_whose_other_rank_never_comes_is_given_up(
         await front.stop()
     assert front.pid is not None
     assert not psutil.pid_exists(front.pid)
+
+
+@pytest.mark.skipif(not forked_programs.AVAILABLE, reason="limits of workers are set as they are forked")
+async def test_a_ring_that_is_not_formed_in_time_is_a_loss_of_the_group(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no death of a worker: the request goes another way."""
+    programs = Programs(tmp_path / "workers.log", limits={"RING_FORM_S": 1.0})
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", programs.exec)
+    # So seldom that the kernel would have been first.
+    monkeypatch.setattr(limits, "RANK_LOOK_S", 0.5)
+    asked = (GroupMember(0, LAYERS, "member1", "machine 1"),)
+    settings = worker_settings(model, group=asked, group_tokens=TOKENS, ring=places(2)[0])
+    front = EngineProcess(settings)
+    try:
+        await front.start()
+        with pytest.raises(GroupLost, match="did not all come in time"):
+            async for _ in front.loaded():
+                pass
+    finally:
+        await front.stop()
+        programs.close()
 
 
 async def given_up(watch: RankWatch, process: Any, silent_s: Any) -> GroupLost:

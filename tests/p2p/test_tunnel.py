@@ -139,6 +139,9 @@ def test_a_process_that_does_not_read_makes_the_other_one_wait(ends: TunnelEnds)
 @pytest.mark.parametrize("first", [0, 1])
 def test_when_one_process_goes_the_other_one_hears_of_it(ends: TunnelEnds, first: int) -> None:
     pair = ends.connected()
+    # One that goes before it is looked at is nobody's.
+    pair[first].sendall(b"1")
+    assert pair[1 - first].recv(1) == b"1"
     pair[first].close()
     assert pair[1 - first].recv(1) == b""
 

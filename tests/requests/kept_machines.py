@@ -24,6 +24,9 @@ from wire import Effect
 
 from fleetd.errors import FleetError
 
+# Within this a request is over, whatever strikes: beside other programs a load and an answer of machines that
+# all share the processors take minutes. What has to be known in time is asserted by itself.
+ANSWERED_S = 240.0
 # A daemon that answers and stands still goes on after this.
 _PAUSE_S = 0.3
 

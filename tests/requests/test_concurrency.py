@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import pytest
 
-from fleetd.requests.concurrency import with_beats
+from fleetd.requests.concurrency import with_beats, with_heartbeats
 
 
 async def test_work_that_goes_on_is_said_to_go_on_until_it_has_a_result() -> None:
@@ -47,3 +49,35 @@ async def test_work_ends_with_what_waits_for_it(ends: str) -> None:
     with pytest.raises((ConnectionError, asyncio.CancelledError)):
         await waiting
     assert ended == ["work"]
+
+
+async def test_who_is_cancelled_twice_waits_all_the_same_until_the_work_has_ended() -> None:
+    """As a request of another machine is that leaves, and is then lost: what the work uses is closed next."""
+    begun, ending, may_end, ended = (asyncio.Event() for _ in range(4))
+
+    async def work() -> AsyncGenerator[int, None]:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+            yield 1
+        finally:
+            ending.set()
+            await may_end.wait()
+            ended.set()
+
+    async def serve() -> None:
+        async with aclosing(work()) as told, aclosing(with_heartbeats(told, 60.0)) as beats:
+            async for _ in beats:
+                pass
+
+    serving = asyncio.create_task(serve())
+    await begun.wait()
+    serving.cancel()
+    await ending.wait()
+    serving.cancel()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    assert ended.is_set()

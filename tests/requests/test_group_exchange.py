@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fault_seams import settled
 from grouped_machines import HELPERS, GroupedMachines, machines
-from kept_machines import KeptGroups, kept_machines
+from kept_machines import ANSWERED_S, KeptGroups, kept_machines
 from msgspec.structs import replace
 from request_events import RequestEvents
 from wire import Effect
@@ -77,7 +77,7 @@ async def exchanged(
     """
     fleet = kept.machines
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(ANSWERED_S):
             assert (await asked(fleet, "exchange.before")).answer == kept.expected
             assert holders(fleet) == [SLOW]
             before = front(fleet)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from group_table import FAULTS, FORMING, HOME, MEMBER, SERVING, STEPS, GroupCase, table
 from grouped_machines import BUSY_S, HELPERS, NOTICED_S, STALL_S, began_again, machines
-from kept_machines import GroupStrike, KeptGroups, kept_machines
+from kept_machines import ANSWERED_S, GroupStrike, KeptGroups, kept_machines
 from msgspec.structs import replace
 from request_events import RequestEvents
 from wire import Effect, Link
@@ -62,7 +62,7 @@ async def _strike(kept: KeptGroups, case: GroupCase) -> None:
     fleet, told = kept.machines, RequestEvents()
     strike = fleet.point = GroupStrike(fleet, case, STEPS)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(ANSWERED_S):
             await fleet.ask(fleet.prompt(f"case.{_CASES.index(case)}"), told, strike.seen)
         if case.step == "ending":
             strike(STEPS["ending"])
@@ -124,7 +124,7 @@ async def _asked(
 
     fleet.point = point
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(ANSWERED_S):
             await fleet.ask(fleet.prompt(f"asked.{step}", **fields), told, seen)
         assert not left, "it never came so far"
     finally:
@@ -270,7 +270,7 @@ def test_a_broken_stream_between_two_members_costs_time_and_nothing_else(kept: K
                 for link in hops():
                     link.reset()
 
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(ANSWERED_S):
             await fleet.ask(fleet.prompt("hop", speculate=Speculate(enabled=False)), told, strike, HELPERS)
         assert told.answer == kept.expected
         assert relayed == [[False, False], [False, True]]

@@ -30,8 +30,8 @@ from fleetd.requests.groups import messages
 from fleetd.requests.groups.client import FleetGroup, _AskedMember
 from fleetd.requests.groups.known_hops import KnownHops
 from fleetd.requests.groups.messages import LinkQuestion, StageQuestion, StageTold
-from fleetd.requests.groups.promised_memory import PromisedMemory
-from fleetd.requests.groups.server import StageServer
+from fleetd.requests.groups.server import StageServer, _HeldStage
+from fleetd.requests.promised_memory import PromisedMemory
 from fleetd.requests.remote.bulk_dialer import BulkDialer
 from fleetd.requests.remote.peer_stream import next_message
 
@@ -336,6 +336,19 @@ async def test_a_machine_that_asks_twice_under_one_name_gets_the_layers_once(
         # The first ones are still those of the group, and are let go of with it.
         assert list(member.server._held) == [(made._partners.node_id, made.id)]
     assert not member.server._held
+
+
+async def test_layers_of_a_group_that_has_just_ended_are_let_go_of_before_the_server_ends(
+    tmp_path: Path, folder: ModelFolder
+) -> None:
+    async with machines(tmp_path, 1) as (_, (helper,)):
+        member = MemberMachine(helper, folder, folder.weights_bytes)
+        held = member.server._held["home", "group"] = _HeldStage()
+        # As the end of its request does, of which no step was made when the daemon ends.
+        member.server._background.start(member.server._free(("home", "group"), folder, (0, 1)))
+        await member.server.close()
+        assert held.freed.is_set()
+        assert member.idle
 
 
 @contextlib.asynccontextmanager

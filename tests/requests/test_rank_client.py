@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fleetd import limits
-from fleetd.engine.protocol import CONNECTING, WAITING
-from fleetd.errors import FleetError, GroupLost, MemberGone, ModelUnsupported, OutOfMemory, PeerLost
+from fleetd.engine.protocol import CONNECTING, WAITING, Loading
+from fleetd.errors import (
+    FleetError,
+    GroupLost,
+    MemberGone,
+    ModelUnsupported,
+    OutOfMemory,
+    Overloaded,
+    PeerLost,
+)
 from fleetd.p2p.link_prober import Invitation
+from fleetd.requests.promised_memory import OwnPromise
 from fleetd.requests.ranks import messages
 from fleetd.requests.ranks.client import FleetRanks, RankMachine
 from fleetd.requests.ranks.messages import NextRank, RankTold
@@ -67,7 +78,7 @@ class BrokenStream(EndedStream):
 
 async def test_the_rank_that_failed_is_named_and_not_one_that_saw_it_go() -> None:
     partners: Any = None
-    machines = [RankMachine("node-a", "kitchen"), RankMachine("node-b", "studio")]
+    machines = [RankMachine("node-b", "kitchen"), RankMachine("node-a", "studio")]
     ranks = FleetRanks(partners, "tiny", "digest", machines, 3, 64)
     over = asyncio.Event()
     saw: Any = EndedStream(MemberGone("Another rank is gone."))
@@ -156,3 +167,114 @@ async def test_ranks_that_all_wait_for_each_other_are_given_up(monkeypatch: pyte
             await connecting
     finally:
         ranks.close()
+
+
+class PromisingStream(EndedStream):
+    """A rank's stream: there is memory for it."""
+
+    def __init__(self) -> None:
+        super().__init__(PeerLost("It says no more."))
+
+    async def receive(self) -> bytes | None:
+        return messages.encode(RankTold(before=Invitation(bytes(32), bytes(32))))
+
+
+async def test_machines_promise_a_ring_memory_in_the_order_of_any_group() -> None:
+    """Of two rings over the same machines one gets all of them: neither has what the other one waits for."""
+    asked = list[str]()
+
+    @contextlib.contextmanager
+    def promise(_held: object) -> Iterator[None]:
+        asked.append("home")
+        yield
+
+    @contextlib.contextmanager
+    def expect() -> Iterator[object]:
+        yield SimpleNamespace(ticket=bytes(32), key=bytes(32))
+
+    def request(node_id: str, *_: object) -> PromisingStream:
+        asked.append(node_id)
+        return PromisingStream()
+
+    async def connect(*_: object) -> None:
+        raise PeerLost("There is no tunnel.")
+
+    partners: Any = SimpleNamespace(node_id="home", request=request, expect=expect, connect=connect)
+    machines = [RankMachine(node_id, node_id) for node_id in ("garage", "kitchen", "attic")]
+    ranks = FleetRanks(partners, "tiny", "d" * 64, machines, 2, 64, OwnPromise(promise))
+    with pytest.raises(GroupLost, match="kitchen: There is no tunnel"):
+        await ranks.form(lambda told: None)
+    ranks.close()
+    assert asked == ["attic", "garage", "home", "kitchen"]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_machine_whose_group_has_just_ended_is_asked_again(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rank may take a while to end. One that stays a rank of another group says so."""
+    if not ends:
+        monkeypatch.setattr(limits, "TICKET_S", 0.0)
+    busy = EndedStream(Overloaded("This machine is a rank of another group already."))
+    answers: list[Any] = [busy, PromisingStream()]
+    partners: Any = SimpleNamespace(request=lambda *_: answers.pop(0))
+    ranks = FleetRanks(partners, "tiny", "d" * 64, [RankMachine("node", "kitchen")], 2, 64)
+    following = NextRank("this", Invitation(bytes(32), bytes(32)))
+    try:
+        if ends:
+            assert (await ranks._asked(ranks._ranks[0], 1, following)).node_id == "node"
+        else:
+            with pytest.raises(GroupLost, match="kitchen: This machine is a rank of another group already"):
+                await ranks._asked(ranks._ranks[0], 1, following)
+    finally:
+        ranks.close()
+
+
+class LoadingStream(PromisingStream):
+    """A rank's stream: its machine loads another model first, until ``over`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = asyncio.Event()
+        self._told = [RankTold(f"{WAITING}llama to load"), RankTold(before=Invitation(bytes(32), bytes(32)))]
+
+    async def receive(self) -> bytes | None:
+        if self._told:
+            return messages.encode(self._told.pop())
+        await self.over.wait()
+        return messages.encode(RankTold("starting"))
+
+
+async def test_no_rank_waits_in_vain_for_one_whose_machine_loads_another_model_first() -> None:
+    """A process that waits for the others is ended after a while."""
+
+    @contextlib.contextmanager
+    def expect() -> Iterator[object]:
+        yield SimpleNamespace(ticket=bytes(32), key=bytes(32), socket=nothing)
+
+    async def nothing(*_: object) -> None:
+        pass
+
+    stream = LoadingStream()
+    partners: Any = SimpleNamespace(node_id="home", request=lambda *_: stream, expect=expect, connect=nothing)
+    ranks = FleetRanks(partners, "tiny", "d" * 64, [RankMachine("node", "kitchen")], 2, 64)
+    ranks._links.close()
+    links: Any = SimpleNamespace(
+        goes_to=lambda *_: None, comes_from=lambda *_: None, agree=nothing, close=lambda: None
+    )
+    ranks._links = links
+    said, waits = list[str](), asyncio.Event()
+
+    def told(step: Loading) -> None:
+        said.append(step.stage)
+        if WAITING in step.stage:
+            waits.set()
+
+    forming = asyncio.create_task(ranks.form(told))
+    await asyncio.wait({forming, wait := asyncio.create_task(waits.wait())}, return_when="FIRST_COMPLETED")
+    assert not forming.done()
+    await wait
+    assert said[-1] == "kitchen: waiting for llama to load"
+    stream.over.set()
+    await forming
+    ranks.close()

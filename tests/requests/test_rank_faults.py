@@ -17,7 +17,7 @@ import pytest
 import wrong_sums
 from group_table import HOME, MEMBER
 from grouped_machines import BUSY_S, began_again
-from kept_machines import GroupStrike, KeptGroups, kept_machines
+from kept_machines import ANSWERED_S, GroupStrike, KeptGroups, kept_machines
 from rank_table import FAULTS, FORMING, SERVING, STEPS, RankCase, table
 from ranked_machines import SILENT_S, ranked
 from request_events import RequestEvents
@@ -75,7 +75,7 @@ async def _strike(kept: KeptGroups, case: RankCase) -> None:
     fleet, told = kept.machines, RequestEvents()
     strike = fleet.point = GroupStrike(fleet, case, STEPS)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(ANSWERED_S):
             await fleet.ask(fleet.prompt(f"case.{_CASES.index(case)}"), told, strike.seen)
         if case.step == "ending":
             strike(STEPS["ending"])
@@ -129,7 +129,7 @@ def test_what_a_rank_that_adds_wrongly_said_is_no_answer(kept: KeptGroups, machi
 
         fleet.point = point
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(ANSWERED_S):
                 await fleet.ask(fleet.prompt(f"wrong.{machine}"), told, seen)
         finally:
             await fleet.unload()
@@ -168,7 +168,7 @@ def test_of_a_rank_whose_start_is_cancelled_no_process_is_left(
         fleet, told = kept.machines, RequestEvents()
         monkeypatch.setattr(asyncio, "create_subprocess_exec", cancelled)
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(ANSWERED_S):
                 await fleet.ask(fleet.prompt(f"start.{machine}"), told, lambda _: None)
         finally:
             await fleet.unload()

@@ -82,8 +82,8 @@ class LentWorkers:
                 await self._loader.load_beside(wanted, progress)
                 yield self._table.models[wanted.name].first
         finally:
+            del self._carried[wanted.name]
             await self._table.unload(wanted.name)
-            self._carried.pop(wanted.name, None)
 
     async def let_go(self, folder: ModelFolder, first: int, last: int) -> None:
         """End a worker that has layers [first, last) and not the others, unless somebody uses it."""

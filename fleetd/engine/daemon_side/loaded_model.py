@@ -115,6 +115,12 @@ class LoadedModel:
         return bool(self.first.settings.group) and self.first.pid is None
 
     @property
+    def waits_for_others(self) -> bool:
+        """True if its load is over only once other machines have loaded: members of a group load before its
+        worker here starts, and ranks load all at the same time."""
+        return self.forms or self.first.settings.ring is not None
+
+    @property
     def busy(self) -> bool:
         return any(worker.busy for worker in self.workers)
 

@@ -123,15 +123,15 @@ class ModelLoader:
     def _loading_besides(self, wanted: WantedLayers) -> LoadedModel | None:
         """Another model whose load is to be over first.
 
-        Layers for another machine do not wait for a group that is formed here: its members load first, and
-        one of them may wait for these.
+        What another machine asks for does not wait for a load here that itself waits for other machines:
+        one of those may wait for this. Groups are promised memory, and it counts for no two of them.
         """
         own = self._table.models.get(wanted.name)
         if own is not None and own.state in ("loading", "ready"):
             return None
         loading = (model for model in self._table.models.values() if model.state == "loading")
         for_others = wanted.last or wanted.ring is not None
-        return next((each for each in loading if not (for_others and each.forms)), None)
+        return next((each for each in loading if not (for_others and each.waits_for_others)), None)
 
     async def _running(self, wanted: WantedLayers) -> LoadedModel | None:
         """The model, its workers started if need be. None if another has begun to load meanwhile: that one

@@ -54,6 +54,8 @@ class RankWatch:
                 # Several passes may be made before it says anything.
                 done, passed_s = self._progress.done, clock()
             if late_s := self._progress.late_s:
+                if not done:
+                    return self._lost(f"The ranks of {self._name} did not all come in time")
                 return self._lost(f"A pass of {self._name} is {late_s:.1f} s late")
             if min(silent_s(), clock() - passed_s) > limits.RANK_SILENT_S:
                 return self._lost(f"A rank of {self._name} is silent")

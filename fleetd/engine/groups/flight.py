@@ -87,10 +87,15 @@ class GroupStages:
             if self.pass_on():
                 since_s = time.monotonic()
                 continue
+            begun_s = time.monotonic()
             self.stages[0].moved.wait(limits.GROUP_BEAT_S)
+            now_s = time.monotonic()
+            if now_s - begun_s > limits.GROUP_SILENT_S:
+                # This process itself stood still: what came meanwhile is read first.
+                continue
             for member in self.stages:
-                member.check(since_s, time.monotonic())
-            self._check_hops(time.monotonic())
+                member.check(since_s, now_s)
+            self._check_hops(now_s)
 
     def _check_hops(self, now_s: float) -> None:
         """Raises MemberLost if the stream between two members broke: for the one before it if nothing is

@@ -34,9 +34,11 @@ class PassProgress:
 
     @staticmethod
     def create() -> int:
-        """The descriptor of a new file without a name, which processes share by inheriting it."""
-        with tempfile.TemporaryFile() as file:
-            file.truncate(2 * _WORD)
+        """The descriptor of a new file without a name, which processes share by inheriting it. Raises OSError
+        if the disk is full."""
+        with tempfile.TemporaryFile(buffering=0) as file:
+            # Written, for a place that the disk has not got would end whoever writes there first.
+            file.write(bytes(2 * _WORD))
             return os.dup(file.fileno())
 
     @classmethod

@@ -40,12 +40,12 @@ _OF_BACKENDS = ("[ring]", "[jaccl]", "[nccl]", "NCCL")
 def joined(place: RingPlace, progress: PassProgress) -> Any:
     """The ``mx.distributed.Group`` of this process, once all ranks have come. Raises MemberLost.
 
-    MLX waits for the others without a limit, and no thread of this process runs meanwhile: the kernel ends
-    it after ``limits.RING_FORM_S``.
+    MLX waits for the others without a limit, and no thread of this process runs meanwhile: the daemon, which
+    looks at ``progress``, ends it after ``limits.RING_FORM_S`` and says why. Without one the kernel ends it.
     """
     with (
         tempfile.TemporaryDirectory(prefix="fleetd-ring-") as folder,
-        _no_longer_than(limits.RING_FORM_S),
+        _no_longer_than(limits.RING_FORM_S + limits.RANK_END_S),
         progress.within(limits.RING_FORM_S),
     ):
         try:

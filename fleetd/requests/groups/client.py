@@ -15,7 +15,7 @@ import math
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterator
-from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager, nullcontext
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -54,6 +54,7 @@ from fleetd.requests.groups.load_deadline import LoadDeadline
 from fleetd.requests.groups.messages import LinkQuestion, LinkTold, NextMember, StageQuestion, StageTold
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.ports import FleetPort
+from fleetd.requests.promised_memory import OwnPromise
 from fleetd.requests.remote.peer_stream import next_message, said_by
 
 log = structlog.get_logger(__name__)
@@ -117,7 +118,7 @@ class _AskedMember:
 class FleetGroup:
     """Args:
     model, digest: as the members are to find it.
-    promise_here: what this machine promises its own part, given what tells the bytes that are held of it.
+    own_promise: what this machine promises its own part.
     failed: told of each member that is lost, by its node id, and why.
     hops: which members have reached each other.
     after: the id of a group that has ended, whose layers the members free before they promise memory.
@@ -137,9 +138,7 @@ class FleetGroup:
         model: str,
         digest: str,
         planned: GroupCut,
-        promise_here: Callable[[Callable[[], int]], AbstractContextManager[None]] = lambda held: (
-            nullcontext()
-        ),
+        own_promise: OwnPromise | None = None,
         failed: Callable[[str, FleetError], None] = lambda node_id, error: None,
         hops: KnownHops | None = None,
         *,
@@ -157,8 +156,7 @@ class FleetGroup:
         # How far this machine is with its own layers; None if it does not fetch them.
         self._own: MemberProgress | None = None
         self._partners, self._model, self._digest, self._planned = partners, model, digest, planned
-        self._promise_here, self._promised = promise_here, ExitStack()
-        self._is_promised = False
+        self._own_promise = own_promise or OwnPromise()
         self._engine: EngineProcess | None = None
         self._closed = False
         self._failed = failed
@@ -246,7 +244,7 @@ class FleetGroup:
         if self._closed:
             return
         self._closed = True
-        self._promised.close()
+        self._own_promise.close()
         if self._engine is not None and isinstance(self._engine.error, MembersApart):
             self._hops.broke(self._pairs)
         for held in self._held:
@@ -260,12 +258,7 @@ class FleetGroup:
 
     def _promise(self) -> None:
         """Promise this machine's own part the memory, once. Raises OutOfMemory."""
-        if self._is_promised:
-            return
-        self._is_promised = True
-        self._promised.enter_context(
-            self._promise_here(lambda: self._engine.claimed_bytes if self._engine is not None else 0)
-        )
+        self._own_promise.make(lambda: self._engine.claimed_bytes if self._engine is not None else 0)
 
     async def _begin(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
         """Ask a member, and wait until it has promised the memory."""

@@ -40,10 +40,10 @@ from fleetd.requests.groups.known_hops import KnownHops
 from fleetd.requests.groups.layer_times import LayerTimes
 from fleetd.requests.groups.machine_speeds import decode_tok_s
 from fleetd.requests.groups.part_fetchers import fetchers, most_layers, whole_model
-from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.members.members import Member, Members, eligible, expected_load_s
 from fleetd.requests.members.named_machines import hint_for
 from fleetd.requests.ports import FleetPort
+from fleetd.requests.promised_memory import OwnPromise, PromisedMemory
 
 log = get_logger("fleetd.requests.groups.planning")
 
@@ -213,7 +213,7 @@ class FleetGroups:
             folder.name,
             planned.digest,
             found,
-            own,
+            OwnPromise(own),
             failed,
             self._hops,
             after=after,

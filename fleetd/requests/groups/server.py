@@ -45,8 +45,8 @@ from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import BackgroundTasks, with_beats, with_heartbeats
 from fleetd.requests.groups import messages
 from fleetd.requests.groups.messages import LinkQuestion, LinkTold, StageQuestion, StageTold
-from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.model_copies import ModelCopies
+from fleetd.requests.promised_memory import PromisedMemory
 from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.remote.message_codec import ALIVE
 from fleetd.requests.remote.peer_stream import own_id
@@ -255,8 +255,8 @@ class StageServer:
         return await file_threads.look(parts.folder, path, name)
 
     async def close(self) -> None:
-        """End what still runs in the background."""
-        await self._background.close()
+        """Wait until the layers of groups that have ended are let go of."""
+        await self._background.finish()
 
 
 async def _ended(events: AsyncGenerator[Event, None]) -> None:

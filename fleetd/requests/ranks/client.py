@@ -1,7 +1,7 @@
 """A ring seen from the machine that answers, which has rank 0.
 
 the last rank is asked first ──► each promises memory, opens a stream to the next one's machine, starts
-    its process ──► tunnels are there ──► rank 0 starts ──► all ranks meet ──► passes go to each
+    its process ──► tunnels and processes are there ──► rank 0 starts ──► all ranks meet ──► passes go to each
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -20,10 +20,20 @@ from fleetd.control.daemon_status import Carried
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import CONNECTING, STAGE, WAITING, Loading, StreamTag
 from fleetd.engine.settings import GroupMember, RingPlace
-from fleetd.errors import FleetError, GroupLost, MemberGone, ModelError, OutOfMemory, PeerLost, ProtocolError
+from fleetd.errors import (
+    FleetError,
+    GroupLost,
+    MemberGone,
+    ModelError,
+    OutOfMemory,
+    Overloaded,
+    PeerLost,
+    ProtocolError,
+)
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.concurrency import gather_or_cancel
 from fleetd.requests.ports import FleetPort
+from fleetd.requests.promised_memory import OwnPromise
 from fleetd.requests.ranks import messages
 from fleetd.requests.ranks.fabrics import Fabrics, no_offer
 from fleetd.requests.ranks.messages import NextRank, RankQuestion, RankTold
@@ -49,9 +59,9 @@ class _Rank:
 class FleetRanks:
     """Args:
     model, digest: as the others are to find it.
-    machines: of ranks 1, 2, …
+    machines: of the other ranks.
     layers: of the model. ``tokens``: whose keys and values have room on each machine.
-    promise_here: what this machine promises its own part, given what tells the bytes that are held of it.
+    own_promise: what this machine promises its own part.
     fabrics: what this machine offers to carry sums with; None: sealed tunnels.
     measured: is told the seconds of one sum of the ring, once all ranks are there.
     """
@@ -66,15 +76,13 @@ class FleetRanks:
         machines: Sequence[RankMachine],
         layers: int,
         tokens: int,
-        promise_here: Callable[[Callable[[], int]], AbstractContextManager[None]] = lambda held: (
-            nullcontext()
-        ),
+        own_promise: OwnPromise | None = None,
         measured: Callable[[float], object] = lambda seconds: None,
         fabrics: Fabrics | None = None,
     ) -> None:
         self._partners, self._model, self._digest = partners, model, digest
         self._layers, self.tokens = layers, tokens
-        self._promise_here, self._promised = promise_here, ExitStack()
+        self._own_promise = own_promise or OwnPromise()
         self._measured, self._fabrics = measured, fabrics
         self._engine: EngineProcess | None = None
         # When ranks that all wait for each other must have met, and when all must have read their weights;
@@ -82,9 +90,11 @@ class FleetRanks:
         self._meet_by_s = self._read_by_s = math.inf
         self._id = secrets.token_hex(8)
         self._links = RingLinks(0, 1 + len(machines), fabrics or no_offer)
+        # The last one is asked first: the order in which any group is promised memory.
+        ordered = sorted(machines, key=lambda machine: machine.node_id, reverse=True)
         self._ranks = [
             _Rank(machine, GroupMember(0, layers, f"{self._id}.{number}", machine.name))
-            for number, machine in enumerate(machines, 1)
+            for number, machine in enumerate(ordered, 1)
         ]
 
     @property
@@ -102,24 +112,25 @@ class FleetRanks:
         return self._links.carried
 
     async def form(self, told: Callable[[Loading], None]) -> None:
-        """Have every machine start its rank, and close the ring of tunnels. Raises the first failure, naming
+        """Have every machine close the ring of tunnels, and start its rank. Raises the first failure, naming
         its machine: GroupLost, OutOfMemory, or ModelError if others would do no better."""
-        self._promised.enter_context(
-            self._promise_here(lambda: self._engine.claimed_bytes if self._engine is not None else 0)
-        )
         if self._fabrics is not None:
             await self._fabrics.look()
         with self._partners.expect() as expected:
             following = NextRank(self._partners.node_id, invitation(expected))
             for number, rank in reversed(list(enumerate(self._ranks, 1))):
+                if rank.machine.node_id > self._partners.node_id:
+                    self._promise()
                 told(Loading(f"asking {rank.machine.name}"[: limits.CARD_TEXT_CHARS]))
                 following = await self._asked(rank, number, following)
+            self._promise()
             with self._forming(self._ranks[0]):
                 sock = await self._partners.connect(following.node_id, following.invitation)
                 self._links.goes_to(sock, following.invitation.key)
             with self._forming(self._ranks[-1]):
                 self._links.comes_from(await expected.socket(), expected.key)
                 await self._links.agree()
+        await gather_or_cancel(*(self._started(rank, told) for rank in self._ranks))
 
     async def connect(self, engine: EngineProcess) -> None:
         """Give the engine its streams to the other ranks, once they have read their weights."""
@@ -135,16 +146,21 @@ class FleetRanks:
         """The others may end their ranks; idempotent."""
         if self._fabrics is not None and (self._engine is None or self._engine.facts is None):
             self._fabrics.failed(self._links.place.backend)
-        self._promised.close()
+        self._own_promise.close()
         self._links.close()
         for rank in self._ranks:
             if rank.stream is not None:
                 rank.stream.cancel()
 
+    def _promise(self) -> None:
+        """Promise this machine's own part the memory, once. Raises OutOfMemory."""
+        self._own_promise.make(lambda: self._engine.claimed_bytes if self._engine is not None else 0)
+
     # ---- one rank ----------------------------------------------------------------------------------------
 
     async def _asked(self, rank: _Rank, number: int, following: NextRank) -> NextRank:
-        """Ask for a rank; where the one before it is expected."""
+        """Ask for a rank; where the one before it is expected. Of a machine that is a rank already, the group
+        may just have ended: it is asked again for as long as others expect the ring to be closed."""
         ask = RankQuestion(
             self._model,
             self._digest,
@@ -155,12 +171,31 @@ class FleetRanks:
             self.tokens,
             following,
         )
+        clock = asyncio.get_running_loop().time
+        by_s, again_s = clock() + limits.LOAD_STALL_S, clock() + limits.TICKET_S / 2
         with self._forming(rank):
-            rank.stream = self._partners.request(rank.machine.node_id, messages.SERVE, messages.encode(ask))
-            by_s = asyncio.get_running_loop().time() + limits.LOAD_STALL_S
-            while (answer := await self._hear(rank.stream, lambda: by_s)).before is None:
-                pass
-        return NextRank(rank.machine.node_id, answer.before)
+            while True:
+                rank.stream = self._partners.request(
+                    rank.machine.node_id, messages.SERVE, messages.encode(ask)
+                )
+                try:
+                    while (answer := await self._hear(rank.stream, lambda: by_s)).before is None:
+                        pass
+                    return NextRank(rank.machine.node_id, answer.before)
+                except Overloaded:
+                    if clock() >= again_s:
+                        raise
+                await asyncio.sleep(limits.RANK_LOOK_S)
+
+    async def _started(self, rank: _Rank, told: Callable[[Loading], None]) -> None:
+        """Until a rank's process starts. Its machine may load another model first, and a process waits for
+        the others only for as long as a ring takes to form."""
+        by_s = asyncio.get_running_loop().time() + limits.ENGINE_LOAD_S
+        with self._forming(rank):
+            if rank.stream is None:
+                raise PeerLost("It was not asked.")
+            while (answer := await self._hear(rank.stream, lambda: by_s)).stage.startswith(WAITING):
+                told(Loading(f"{rank.machine.name}: {answer.stage}"[: limits.CARD_TEXT_CHARS]))
 
     async def _joined(self, rank: _Rank, engine: EngineProcess) -> None:
         with self._forming(rank):

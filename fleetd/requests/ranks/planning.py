@@ -16,6 +16,7 @@ from fleetd.plan.ranks import undividable
 from fleetd.requests.members.members import Member, Members, eligible
 from fleetd.requests.members.named_machines import hint_for
 from fleetd.requests.ports import FleetPort
+from fleetd.requests.promised_memory import OwnPromise
 from fleetd.requests.ranks.client import FleetRanks, RankMachine
 from fleetd.requests.ranks.fabrics import Fabrics
 from fleetd.requests.ranks.prices import MeasuredSums
@@ -23,8 +24,8 @@ from fleetd.requests.ranks.rank_memory import Promise, arithmetic, rank_bytes
 
 
 class PlannedRanks(msgspec.Struct, frozen=True):
-    """``others``: the machines of ranks 1, 2, … ``tokens``: whose keys and values have room on each machine.
-    ``room_bytes``: of this machine, for its rank."""
+    """``others``: the machines of the other ranks. ``tokens``: whose keys and values have room on each
+    machine. ``room_bytes``: of this machine, for its rank."""
 
     digest: str
     others: tuple[Member, ...]
@@ -55,7 +56,7 @@ class RankPlanner:
         self._sums = sums or MeasuredSums()
 
     def __call__(self, folder: ModelFolder, over: Sequence[str], sizes: ModelSizes) -> FleetRanks:
-        """This machine and those ``over``, by name, in this order. ``sizes``: of the model, with its layers.
+        """This machine and those ``over``, by name. ``sizes``: of the model, with its layers.
 
         Raises ModelUnsupported if such a model is not divided by so many, NoMachine if one of them cannot
         help, OutOfMemory if one has not the room.
@@ -71,7 +72,9 @@ class RankPlanner:
             [RankMachine(other.node_id, other.name) for other in found.others],
             len(whole.layers),
             found.tokens,
-            partial(self._promise, f"Rank 0 of {size} of {folder.name}", n_bytes, found.room_bytes),
+            OwnPromise(
+                partial(self._promise, f"Rank 0 of {size} of {folder.name}", n_bytes, found.room_bytes)
+            ),
             partial(self._sums.took, [other.name for other in found.others]),
             self._fabrics,
         )

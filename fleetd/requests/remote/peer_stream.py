@@ -12,6 +12,10 @@ from fleetd.errors import FleetError, PeerLost, ProtocolError, from_code
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.remote.message_codec import ALIVE
 
+# Silence is counted in so many short waits. If this process itself stood still, one of them is over at once,
+# and in the next one it reads what has come meanwhile.
+_WAITS = 5
+
 
 async def next_message(
     stream: PeerStream,
@@ -31,17 +35,20 @@ async def next_message(
     """
     loop = asyncio.get_running_loop()
     silence_s = limits.JOB_SILENCE_S if silence_s is None else silence_s
+    wait_s, silent = silence_s / _WAITS, 0
     while True:
         # Looked at each time: messages that are there already leave no moment in which a timeout could fire.
         if (left_s := due_s() - loop.time()) <= 0:
             raise PeerLost("It says that it is alive, and gets no further.")
         try:
-            async with asyncio.timeout(min(silence_s, left_s)):
+            async with asyncio.timeout(min(wait_s, left_s)):
                 body = await stream.receive()
         except TimeoutError:
-            if left_s <= silence_s:
-                continue
-            raise PeerLost(f"No sign of {of} for {silence_s:g} s.") from None
+            silent += wait_s < left_s
+            if silent == _WAITS:
+                raise PeerLost(f"No sign of {of} for {silence_s:g} s.") from None
+            continue
+        silent = 0
         if body != ALIVE:
             return body
 

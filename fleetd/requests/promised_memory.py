@@ -10,7 +10,7 @@ the first common machine gets all of them, and the other one none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from fleetd.errors import OutOfMemory
 
@@ -52,3 +52,26 @@ class PromisedMemory:
             yield
         finally:
             del self._promised[number]
+
+
+class OwnPromise:
+    """What the machine that answers promises its own part of a group, when its turn has come.
+
+    ``promise``: given what tells the bytes that are held of it by now.
+    """
+
+    def __init__(
+        self,
+        promise: Callable[[Callable[[], int]], AbstractContextManager[None]] = lambda held: nullcontext(),
+    ) -> None:
+        self._promise, self._kept, self._made = promise, ExitStack(), False
+
+    def make(self, held: Callable[[], int]) -> None:
+        """Promise it, once. Raises OutOfMemory."""
+        if not self._made:
+            self._made = True
+            self._kept.enter_context(self._promise(held))
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._kept.close()
