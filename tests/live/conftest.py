@@ -57,7 +57,7 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         intermediate_size=1024,
         num_hidden_layers=12,
         num_attention_heads=9,
-        num_key_value_heads=3,
+        num_key_value_heads=1,
         max_position_embeddings=1024,
     )
 
