@@ -71,25 +71,27 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-# Four parts of about the same work, each in a process of its own, because tests of live daemons often wait.
+# Five parts of about the same work, each in a process of its own, because tests of live daemons often wait.
 # What fails in lint ends all. A part that takes longer than TEST_S seconds is ended, and says where it was.
 LIVE = tests/live
+REQUESTS = tests/requests
 ENGINE_A = $(wildcard tests/engine/test_[a-r]*.py)
 ENGINE_B = $(wildcard tests/engine/test_[s-z]*.py) $(NODES)
 NODES = tests/p2p tests/models
 PYTEST = $(BIN)/python -m pytest -q -p no:cacheprovider
 TEST_S = 3600
 test: $(DEV)
-	@trap 'kill $$live $$a $$b $$rest $$watch 2>/dev/null || true' EXIT; \
+	@trap 'kill $$live $$requests $$a $$b $$rest $$watch 2>/dev/null || true' EXIT; \
 	$(PYTEST) $(LIVE) > .live-tests.log 2>&1 & live=$$!; \
+	$(PYTEST) $(REQUESTS) > .requests-tests.log 2>&1 & requests=$$!; \
 	$(PYTEST) $(ENGINE_A) > .engine-a-tests.log 2>&1 & a=$$!; \
 	$(PYTEST) $(ENGINE_B) > .engine-b-tests.log 2>&1 & b=$$!; \
 	$(MAKE) --no-print-directory lint || exit 1; \
-	$(PYTEST) $(patsubst %,--ignore=%,$(LIVE) $(NODES) tests/engine) & rest=$$!; \
-	{ sleep $(TEST_S) & trap "kill $$!" TERM; wait $$! && kill -ABRT $$live $$a $$b $$rest; } \
+	$(PYTEST) $(patsubst %,--ignore=%,$(LIVE) $(REQUESTS) $(NODES) tests/engine) & rest=$$!; \
+	{ sleep $(TEST_S) & trap "kill $$!" TERM; wait $$! && kill -ABRT $$live $$requests $$a $$b $$rest; } \
 		> /dev/null 2>&1 & watch=$$!; \
 	failed=0; wait $$rest || failed=1; \
-	for part in "$$a engine-a" "$$b engine-b" "$$live live"; do \
+	for part in "$$a engine-a" "$$b engine-b" "$$requests requests" "$$live live"; do \
 		set -- $$part; wait $$1 || failed=1; \
 		echo "tests of part $$2:"; cat .$$2-tests.log; rm .$$2-tests.log; \
 	done; \

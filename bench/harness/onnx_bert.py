@@ -67,10 +67,10 @@ def tensors(file: Path) -> dict[str, Array]:
     data = file.read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
+    # A slice of bytes would be a copy of all weights, for each tensor.
+    weights = memoryview(data)[8 + size :]
     return {
-        name: np.frombuffer(data[8 + size :][slice(*facts["data_offsets"])], np.float32).reshape(
-            facts["shape"]
-        )
+        name: np.frombuffer(weights[slice(*facts["data_offsets"])], np.float32).reshape(facts["shape"])
         for name, facts in header.items()
         if name != "__metadata__" and facts["dtype"] == "F32"
     }

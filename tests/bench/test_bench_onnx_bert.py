@@ -19,7 +19,7 @@ TEXTS = [
     "a",
     "Die Katze saß auf der Matte und schaute aus dem Fenster.",
     "猫はマットの上に座って窓の外を見ていた。",
-    "stone " * 200,
+    "stone " * 60,
 ]
 
 

@@ -15,6 +15,7 @@ import forked_programs
 import pytest
 import scripted_answers
 import scripted_model
+import sharing
 from forked_programs import Programs
 from live_daemon import LiveDaemon
 from live_fleet import LiveFleet
@@ -33,6 +34,7 @@ from api_fakes import Target
 SMOL = "smollm2-135m"
 # It says random words of the default model's vocabulary, for tests of what holds for any model.
 QUICK = "quick"
+DEEP = "deep"
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +45,21 @@ def live_models(embedded_model: ModelFolder, tmp_path_factory: pytest.TempPathFa
     chain_model.build(folder / "chain")
     scripted_model.build(folder / QUICK, embedded_model.path, context=8192)
     return folder
+
+
+@pytest.fixture(scope="session")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of enough layers to share, a tenth of the default one: what machines do with layers does not
+    depend on their size. Its weights take 19 MB in int8. Two machines cannot divide its heads."""
+    return sharing.write(
+        tmp_path_factory.mktemp("models") / DEEP,
+        hidden_size=288,
+        intermediate_size=1024,
+        num_hidden_layers=12,
+        num_attention_heads=9,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+    )
 
 
 @pytest.fixture(scope="session")

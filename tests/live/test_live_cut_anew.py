@@ -16,9 +16,11 @@ from forked_programs import Programs
 from live_daemon import LiveDaemon, text_of, until
 from live_fleet import LiveFleet
 
-pytestmark = [pytest.mark.model, pytest.mark.one_loop, pytest.mark.timeout(300)]
+from fleetd.models.memory_need import WORKING_BYTES
 
-SMOL = "smollm2-135m"
+pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(300)]
+
+DEEP = "deep"
 #: Room for most layers beside keys and values: it is shared as it is asked for, and may be shared otherwise.
 BUDGET_BYTES = 1_000_000_000
 SETTINGS = {
@@ -29,6 +31,8 @@ SETTINGS = {
     "FLEETD_SPECULATION_MODE": "off",
 }
 STORY = "Write a long story about a fox."
+# So many plain steps are enough for a machine to be measured by (``plan.measured_cut``).
+ANSWER_TOKENS = 40
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +44,13 @@ def steps(short_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(live_models: Path, short_dir: Path, steps: Path, programs: Programs) -> Iterator[LiveFleet]:
+def pair(deep_model: Path, short_dir: Path, steps: Path, programs: Programs) -> Iterator[LiveFleet]:
     settings = {name: {**SETTINGS, set_speeds.STEPS: str(steps)} for name in ("alpha", "beta")}
-    models = {name: [live_models / SMOL] for name in settings}
+    models = {name: [deep_model] for name in settings}
     with LiveFleet(short_dir / "anew", models, settings=settings, programs=programs) as fleet:
         fleet.until_usable()
-        fleet.until_has("alpha", "beta", SMOL)
-        fleet.until_has("beta", "alpha", SMOL)
+        fleet.until_has("alpha", "beta", DEEP)
+        fleet.until_has("beta", "alpha", DEEP)
         yield fleet
 
 
@@ -54,7 +58,7 @@ OVER = ["this", "beta"]
 
 
 def answer(daemon: LiveDaemon) -> str:
-    with daemon.stream(SMOL, STORY, placement=OVER, max_tokens=64, temperature=0) as events:
+    with daemon.stream(DEEP, STORY, placement=OVER, max_tokens=ANSWER_TOKENS, temperature=0) as events:
         return "".join(text_of(event) for event in events)
 
 
@@ -69,13 +73,13 @@ def cut(engine: dict[str, Any]) -> int:
 
 def unload(fleet: LiveFleet) -> None:
     """Until the memory of beta is known to be free again."""
-    assert fleet["alpha"].control("POST", "/fleet/v1/models/unload", {"model": SMOL}) == {"ok": True}
+    assert fleet["alpha"].control("POST", "/fleet/v1/models/unload", {"model": DEEP}) == {"ok": True}
     until(lambda: fleet.peers("alpha")["beta"]["usable_bytes"] > 0.9 * BUDGET_BYTES, 60)
 
 
 def asked(daemon: LiveDaemon, *, stream: bool) -> tuple[dict[str, str], str]:
     """The headers and the body."""
-    body: dict[str, Any] = {"model": SMOL, "messages": [{"role": "user", "content": "Hi"}], "stream": stream}
+    body: dict[str, Any] = {"model": DEEP, "messages": [{"role": "user", "content": "Hi"}], "stream": stream}
     headers = {"Authorization": f"Bearer {daemon.key}", "Content-Type": "application/json"}
     with contextlib.closing(http.client.HTTPConnection(*daemon.address, timeout=120)) as connection:
         wanted = json.dumps({**body, "max_tokens": 1, "placement": OVER})
@@ -107,11 +111,11 @@ def test_the_request_that_loads_a_model_names_its_machines_as_later_ones_do(
 
 def test_a_load_says_how_far_each_machine_is(pair: LiveFleet) -> None:
     told: list[dict[str, Any]] = []
-    body = {"model": SMOL, "placement": OVER, "stream": True}
+    body = {"model": DEEP, "placement": OVER, "stream": True}
     with pair["alpha"].control_events("/fleet/v1/models/load", body) as events:
         told += events
     done = told[-1]
-    assert (done["done"], done["name"], done["split"]) == (True, SMOL, "layers")
+    assert (done["done"], done["name"], done["split"]) == (True, DEEP, "layers")
     assert "9 attention heads cannot be divided" in done["why"]
     of_beta = [step["members"][0] for step in told if step.get("members")]
     engine = front(pair)
@@ -144,7 +148,7 @@ def test_a_slow_machine_gives_layers_away_once_nobody_asks(pair: LiveFleet, step
     # What the other cut had is gone.
     (part,) = pair["beta"].status()["engines"]
     assert (part["first_layer"], part["last_layer"]) == (cut(after), after["shape"]["layers"])
-    told = pair["alpha"].fleetctl("plan", "-m", SMOL, "--json")
+    told = pair["alpha"].fleetctl("plan", "-m", DEEP, "--json")
     assert "Cut anew" in json.loads(told.stdout)["group"]["why"]
     assert "cut anew" in pair["alpha"].fleetctl("status").stdout
     # The next load begins with what was measured.
@@ -153,33 +157,33 @@ def test_a_slow_machine_gives_layers_away_once_nobody_asks(pair: LiveFleet, step
     assert cut(front(pair)) == cut(after)
 
 
-#: The model's weights take 166 MB in int8, beside 537 MB to work with: it fits none, and most of it fits two.
-SMALL_BYTES = 695_000_000
+#: The model's weights take 19 MB in int8: it fits none, and most of it fits two.
+SMALL_BYTES = WORKING_BYTES + 17_000_000
 TRIO = ("alpha", "beta", "gamma")
 
 
 @pytest.fixture
-def trio(live_models: Path, short_dir: Path, steps: Path, programs: Programs) -> Iterator[LiveFleet]:
+def trio(deep_model: Path, short_dir: Path, steps: Path, programs: Programs) -> Iterator[LiveFleet]:
     small = {**SETTINGS, "FLEETD_ENGINE_MAX_MEMORY_BYTES": str(SMALL_BYTES), set_speeds.STEPS: str(steps)}
-    models = {name: [live_models / SMOL] for name in TRIO}
+    models = {name: [deep_model] for name in TRIO}
     with LiveFleet(
         short_dir / "trio", models, settings=dict.fromkeys(TRIO, small), programs=programs
     ) as fleet:
         fleet.until_usable()
         for name in TRIO[1:]:
-            fleet.until_has("alpha", name, SMOL)
-            fleet.until_has(name, "alpha", SMOL)
+            fleet.until_has("alpha", name, DEEP)
+            fleet.until_has(name, "alpha", DEEP)
         yield fleet
 
 
 def placed_freely(daemon: LiveDaemon) -> str:
-    with daemon.stream(SMOL, STORY, max_tokens=64, temperature=0) as events:
+    with daemon.stream(DEEP, STORY, max_tokens=ANSWER_TOKENS, temperature=0) as events:
         return "".join(text_of(event) for event in events)
 
 
 def planned(daemon: LiveDaemon) -> list[str]:
     """The machines that would hold the model, or do; none while it knows of no other machine for that."""
-    told = json.loads(daemon.fleetctl("plan", "-m", SMOL, "--json").stdout)["group"]
+    told = json.loads(daemon.fleetctl("plan", "-m", DEEP, "--json").stdout)["group"]
     return [] if told is None else [part["machine"] for part in told["parts"]]
 
 
@@ -201,7 +205,7 @@ def test_an_idle_machine_takes_the_place_of_a_slow_one(trio: LiveFleet, steps: P
     until(lambda: not trio[slow].status()["engines"], 60)
     assert planned(alpha) == ["this", idle]
     # The next load begins with what was measured.
-    assert alpha.control("POST", "/fleet/v1/models/unload", {"model": SMOL}) == {"ok": True}
+    assert alpha.control("POST", "/fleet/v1/models/unload", {"model": DEEP}) == {"ok": True}
     # It hears from both that their memory is free.
     until(lambda: planned(alpha) == ["this", idle], 60)
     assert placed_freely(alpha) == text

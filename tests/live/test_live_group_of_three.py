@@ -16,9 +16,9 @@ from forked_programs import Programs
 from live_daemon import LiveDaemon, text_of, until
 from live_fleet import LiveFleet
 
-pytestmark = [pytest.mark.model, pytest.mark.one_loop, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(300)]
 
-SMOL = "smollm2-135m"
+DEEP = "deep"
 NAMES = ("alpha", "beta", "gamma")
 ALL = ["this", "beta", "gamma"]
 COMMON = {"FLEETD_ENGINE_CPU_ARITHMETIC": "int8", "FLEETD_ENGINE_THREADS": "1"}
@@ -27,15 +27,15 @@ QUESTIONS = ("What is 2+2?", "Name three colours.", STORY)
 
 
 @pytest.fixture(scope="module")
-def three(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[LiveFleet]:
-    models = {name: [live_models / SMOL] for name in NAMES}
+def three(deep_model: Path, short_dir: Path, programs: Programs) -> Iterator[LiveFleet]:
+    models = {name: [deep_model] for name in NAMES}
     settings = dict.fromkeys(NAMES, COMMON)
     with LiveFleet(short_dir / "hops", models, settings=settings, programs=programs) as fleet:
         fleet.until_usable()
         for name in NAMES[1:]:
-            fleet.until_has("alpha", name, SMOL)
+            fleet.until_has("alpha", name, DEEP)
         # Before a machine knows what its own files are, it asks nobody to hold a part.
-        fleet.until_has("beta", "alpha", SMOL)
+        fleet.until_has("beta", "alpha", DEEP)
         yield fleet
 
 
@@ -56,7 +56,7 @@ def answer(
     """``after``: what is done once so many pieces of the answer came."""
     text, pieces = "", 0
     fixed = {"max_tokens": 40, "temperature": 0, "placement": ALL if over is None else over}
-    with daemon.stream(SMOL, question, **{**fixed, **fields}) as events:
+    with daemon.stream(DEEP, question, **{**fixed, **fields}) as events:
         for event in events:
             assert "error" not in event, event
             text += text_of(event)
@@ -68,7 +68,7 @@ def answer(
 
 def worker(daemon: LiveDaemon) -> int:
     """The process that has its layers of the model."""
-    (found,) = [engine for engine in daemon.status()["engines"] if engine["part_of"] == SMOL]
+    (found,) = [engine for engine in daemon.status()["engines"] if engine["part_of"] == DEEP]
     return int(found["pid"])
 
 
@@ -117,6 +117,6 @@ def test_an_answer_goes_on_whichever_member_is_lost(
 def test_nothing_is_left_of_a_group_of_three(three: LiveFleet) -> None:
     alpha, beta, gamma = three
     answer(alpha, QUESTIONS[0])
-    alpha.control("POST", "/fleet/v1/models/unload", {"model": SMOL})
+    alpha.control("POST", "/fleet/v1/models/unload", {"model": DEEP})
     for daemon in (beta, gamma):
         until(lambda daemon=daemon: not daemon.status()["engines"], 30)

@@ -15,34 +15,36 @@ from forked_programs import Programs
 from live_daemon import LiveDaemon, text_of, until
 from live_fleet import LiveFleet
 
-pytestmark = [pytest.mark.model, pytest.mark.one_loop, pytest.mark.timeout(300)]
+from fleetd.models.memory_need import WORKING_BYTES
 
-SMOL = "smollm2-135m"
+pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(300)]
+
+DEEP = "deep"
 NAMES = ("alpha", "beta")
-#: Its weights take 166 MB in int8, beside 537 MB to work with.
-BUDGET_BYTES = 695_000_000
+#: Its weights take 19 MB in int8.
+BUDGET_BYTES = WORKING_BYTES + 17_000_000
 COMMON = {"FLEETD_ENGINE_CPU_ARITHMETIC": "int8", "FLEETD_ENGINE_THREADS": "1"}
 STORY = "Write a long story about a fox."
 QUESTIONS = ("What is 2+2?", "Name three colours.", "Say hello.", STORY)
 
 
 @pytest.fixture(scope="module")
-def pair(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[LiveFleet]:
+def pair(deep_model: Path, short_dir: Path, programs: Programs) -> Iterator[LiveFleet]:
     settings = {name: {**COMMON, "FLEETD_ENGINE_MAX_MEMORY_BYTES": str(BUDGET_BYTES)} for name in NAMES}
-    models = {name: [live_models / SMOL] for name in NAMES}
+    models = {name: [deep_model] for name in NAMES}
     with LiveFleet(short_dir / "groups", models, settings=settings, programs=programs) as fleet:
         fleet.until_usable()
-        fleet.until_has("alpha", "beta", SMOL)
+        fleet.until_has("alpha", "beta", DEEP)
         # Before a machine knows what its own files are, it asks nobody to hold a part.
-        fleet.until_has("beta", "alpha", SMOL)
+        fleet.until_has("beta", "alpha", DEEP)
         yield fleet
 
 
 @pytest.fixture(scope="module")
-def expected(live_models: Path, short_dir: Path, programs: Programs) -> dict[str, str]:
+def expected(deep_model: Path, short_dir: Path, programs: Programs) -> dict[str, str]:
     """What one machine says that holds the whole model."""
     with LiveFleet(
-        short_dir / "whole", {"whole": [live_models / SMOL]}, settings={"whole": COMMON}, programs=programs
+        short_dir / "whole", {"whole": [deep_model]}, settings={"whole": COMMON}, programs=programs
     ) as fleet:
         return {question: answer(fleet["whole"], question) for question in QUESTIONS}
 
@@ -52,7 +54,7 @@ def answer(
 ) -> str:
     """``after``: what is done once so many pieces of the answer came."""
     text, pieces = "", 0
-    with daemon.stream(SMOL, question, max_tokens=40, **{"temperature": 0, **fields}) as events:
+    with daemon.stream(DEEP, question, max_tokens=40, **{"temperature": 0, **fields}) as events:
         for event in events:
             assert "error" not in event, event
             text += text_of(event)
@@ -68,7 +70,7 @@ def engines(daemon: LiveDaemon) -> list[dict[str, Any]]:
 
 def member_pid(fleet: LiveFleet) -> int:
     """The worker of beta's layers."""
-    (found,) = [engine for engine in engines(fleet["beta"]) if engine["part_of"] == SMOL]
+    (found,) = [engine for engine in engines(fleet["beta"]) if engine["part_of"] == DEEP]
     return int(found["pid"])
 
 
@@ -87,11 +89,11 @@ def test_who_holds_which_layers_is_told(pair: LiveFleet) -> None:
     answer(pair["alpha"], QUESTIONS[0])
     (front,) = engines(pair["alpha"])
     (held,) = front["members"]
-    (part,) = [engine for engine in engines(pair["beta"]) if engine["part_of"] == SMOL]
+    (part,) = [engine for engine in engines(pair["beta"]) if engine["part_of"] == DEEP]
     assert (held["name"], held["first"], held["last"]) == ("beta", part["first_layer"], part["last_layer"])
     for engine in (front, part):
         assert engine["memory_bytes"] < BUDGET_BYTES / 2
-    asked = {"model": SMOL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    asked = {"model": DEEP, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
     status, headers, _ = request(pair["alpha"], asked)
     assert status == 200
     assert headers["X-Fleet-Plan"] == "group; nodes=this,beta"
@@ -110,7 +112,7 @@ def test_an_answer_goes_on_when_a_member_falls_silent(pair: LiveFleet, expected:
 def test_without_the_other_machine_it_says_what_is_missing(pair: LiveFleet) -> None:
     answer(pair["alpha"], QUESTIONS[0])
     pair["beta"].stop()
-    asked = {"model": SMOL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    asked = {"model": DEEP, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 
     def refused() -> bool:
         status, _, body = request(pair["alpha"], asked)
@@ -120,7 +122,7 @@ def test_without_the_other_machine_it_says_what_is_missing(pair: LiveFleet) -> N
     assert engines(pair["alpha"])[0]["state"] == "failed"
     pair.revive()
     pair.until_usable()
-    pair.until_has("alpha", "beta", SMOL)
+    pair.until_has("alpha", "beta", DEEP)
     until(lambda: request(pair["alpha"], asked)[0] == 200, 60)
 
 

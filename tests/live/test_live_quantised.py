@@ -31,7 +31,7 @@ def pair(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[Liv
         yield fleet
 
 
-def prompt(seed: int, words: int = 400) -> str:
+def prompt(seed: int, words: int = 250) -> str:
     draw = random.Random(seed)
     return f"{seed}: " + " ".join(draw.choice(WORDS) for _ in range(words))
 
@@ -81,7 +81,7 @@ def test_an_answer_says_in_how_many_bits_rows_were_held(pair: LiveFleet) -> None
 
 def test_a_helper_without_the_setting_gives_the_answer_of_this_machine(pair: LiveFleet) -> None:
     alpha = pair["alpha"]
-    text = prompt(2)
+    text = prompt(2, 400)
 
     def planned() -> Any:
         return alpha.control("POST", "/fleet/v1/plan", {"model": SMOL, "tokens": 800})["options"][0]["nodes"]

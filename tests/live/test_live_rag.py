@@ -69,8 +69,15 @@ def packed(vectors: list[list[float]]) -> list[bytes]:
     return [struct.pack(f"<{len(vector)}f", *vector) for vector in vectors]
 
 
-@pytest.mark.parametrize("engine", [of_openais, of_ollamas])
-@pytest.mark.parametrize("size", [1, 16])
+@pytest.mark.parametrize(
+    ("engine", "size"),
+    [
+        (of_openais, 1),
+        (of_ollamas, 16),
+        pytest.param(of_openais, 16, marks=pytest.mark.long),
+        pytest.param(of_ollamas, 1, marks=pytest.mark.long),
+    ],
+)
 async def test_a_document_gets_its_vectors_by_requests_at_once(
     alpha: LiveDaemon, engine: Any, size: int
 ) -> None:

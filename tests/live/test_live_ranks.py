@@ -44,7 +44,7 @@ def pair(short_dir: Path, programs: Programs) -> Iterator[LiveFleet]:
         yield fleet
 
 
-def answer(daemon: LiveDaemon, question: str, *, tokens: int = 24, after: Any = None, **fields: Any) -> str:
+def answer(daemon: LiveDaemon, question: str, *, tokens: int = 12, after: Any = None, **fields: Any) -> str:
     text, pieces = "", 0
     with daemon.stream(MODEL, question, max_tokens=tokens, temperature=0, **fields) as events:
         for event in events:
@@ -118,7 +118,7 @@ def planned(daemon: LiveDaemon) -> dict[str, Any]:
 def test_an_answer_goes_another_way_when_a_rank_is_gone_or_stopped(pair: LiveFleet, number: int) -> None:
     alpha = pair["alpha"]
     # Without drafts, which could end the answer before the rank is gone.
-    asked = {"tokens": 60, "speculate": {"enabled": False}}
+    asked = {"tokens": 40, "speculate": {"enabled": False}}
     right = answer(alpha, QUESTIONS[0], **asked)
     assert "is loaded on" in load(alpha, "--split", "tensors")
     (rank,) = ranks(pair["beta"])

@@ -54,7 +54,8 @@ def test_a_small_machine_scores_what_a_large_one_answers_sparsely(
         shutil.rmtree(fleet.models_dir("small") / SMOL)
 
         # Another text: what was chosen of the first one is remembered.
-        body["messages"][1]["content"] = haystack(110, 40)
+        body["messages"][1]["content"] = haystack(40, 20)
+        body["smart_prefill"] = {**wanted, "min_prompt_tokens": 300}
         headers, reply = post(fleet["small"], "/v1/chat/completions", body)
         assert reply["smart_prefill"]["mode"] == "full"
         assert headers["x-smartprefill-skipped"].startswith("no_compressor: ")

@@ -24,7 +24,7 @@ import openai
 import psutil
 import pytest
 from forked_programs import Programs
-from live_daemon import FLEETCTL, LiveDaemon, until
+from live_daemon import LiveDaemon, until
 from live_fleet import LiveFleet
 
 from fleetd.models.folder import ModelFolder
@@ -444,12 +444,6 @@ def test_the_command_embeds_lines_and_goes_on_where_it_was(
 
 
 def _fleetctl(daemon: LiveDaemon, *arguments: str) -> str:
-    done = subprocess.run(
-        [*FLEETCTL, "--home", str(daemon.home), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = daemon.fleetctl(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -47,6 +47,9 @@ _FIGURES = {
     # What is wrong is found soon: the answers of these tests are short.
     "RANK_CANARY_PASSES": 4,
 }
+# Of an answer. Each token is a pass of all ranks through this process, and a ring that waits looks for its
+# bytes without a pause: so few take long enough for every fault to be noticed on a busy machine.
+_ANSWER_TOKENS = 64
 _RULES = WeightRules("cpu", setting="float32")
 _CPU = MachineFacts(accelerator="cpu")
 
@@ -110,6 +113,9 @@ class RankedMachines(GroupedMachines):
 
     def card(self, machine: FaultMachine) -> Card:
         return replace(super().card(machine), machine=_CPU)
+
+    def prompt(self, request_id: str, **fields: Any) -> Generate:
+        return super().prompt(request_id, **{"max_tokens": _ANSWER_TOKENS, **fields})
 
     async def ask(self, asked: Generate, told: RequestEvents, seen: Callable[[Any], None]) -> None:
         """Divide the model's layers, as its owner asks for it, then ask. ``seen`` is told of what a load or a
