@@ -141,6 +141,13 @@ async def test_keep_alive_reaches_a_model_whose_folder_is_gone() -> None:
     assert pool.kept == {"gone": 0}
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+async def test_a_model_that_no_machine_has_cannot_be_unloaded(tokenless: Site, path: str) -> None:
+    status, text = await ask(tokenless, JSON, path, '{"model": "nobody-knows", "keep_alive": 0}')
+    assert status == 404
+    assert "nobody-knows" in text
+
+
 # Also in disguise: as of an organisation on the hub, or of the name that Claude Code lists.
 PATHS = ["{0}", "~{0}", "hf.co/{0}", "huggingface.co/{0}", "hf.co/huggingface.co/{0}", "claude-fleet-{0}"]
 

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from fleetd.api.http import token
 from fleetd.api.http.context import SERVICES
+from fleetd.api.model_list import one_model
 from fleetd.api.ollama.render import timestamp
 from fleetd.control.daemon_status import EngineStatus
 from fleetd.engine.daemon_side.pool import EnginePool
@@ -19,13 +20,13 @@ from fleetd.models import file_threads
 _FOREVER = timedelta(days=36_500)
 
 
-async def keep(request: web.Request, model: str, seconds: float | None) -> None:
+async def keep(request: web.Request, model: str, seconds: float | None) -> bool:
     """Let a model stay for so many seconds after its last request; infinite for ever, None as it is.
 
-    A model of another machine stays as that machine's settings have it.
+    False for a model that is not loaded here: one of another machine stays as its settings have it.
     """
     if seconds is None:
-        return
+        return False
     token.check_model(request, model)
     services = request.app[SERVICES]
     name = services.names.here(model)
@@ -34,8 +35,14 @@ async def keep(request: web.Request, model: str, seconds: float | None) -> None:
     except (ModelNotFound, ModelCorrupt):
         pass  # one whose folder is gone may still be loaded
     except FleetError:
-        return
-    services.pool.keep(name, seconds)
+        return False
+    return services.pool.keep(name, seconds)
+
+
+async def unload(request: web.Request, model: str) -> None:
+    """Unload a model of this machine. Raises ModelNotFound for one that no machine has."""
+    if not await keep(request, model, 0):
+        await one_model(request.app[SERVICES], model)
 
 
 def expires_at(pool: EnginePool, engine: EngineStatus) -> str:
