@@ -94,7 +94,7 @@ async def _found(
     loaded, or with a ``keep_alive`` of 0 unloaded."""
     seconds = keep_alive_s(body.keep_alive)
     work_id = f"ollama-{uuid.uuid4().hex}"
-    given = list(texts) if any(texts) else [_LOADING]
+    given: list[str | list[int]] = list(texts) if any(texts) else [_LOADING]
     answering.check_texts(given, param)
     work = EmbedTexts(work_id, given, dimensions=dimensions, truncate=body.truncate is not False)
     job = answering.job(request, work_id, body.model, work, body.local_only, body.exactness)
