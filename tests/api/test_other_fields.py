@@ -177,6 +177,21 @@ def test_a_value_that_asks_for_nothing_is_taken(
         take(kind, **{name: something})
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (RerankBody, {"max_tokens_per_doc": 4096, "max_chunks_per_doc": 10, "rank_fields": ["text"]}),
+        (RerankBody, {"raw_scores": False, "truncation_direction": "right", "use_activation": True}),
+        (EmbeddingsBody, {"normalized": True, "late_chunking": False, "embedding_type": "float"}),
+        (EmbeddingsBody, {"output_dtype": "float", "embed_dtype": "float32", "endianness": "native"}),
+    ],
+)
+def test_defaults_of_other_servers_for_vectors_are_taken(
+    kind: type[msgspec.Struct], fields: dict[str, Any]
+) -> None:
+    take(kind, **fields)
+
+
 def test_how_far_back_penalties_look_matters_only_beside_one() -> None:
     take(ChatBody, repeat_last_n=64, repetition_context_size=20)
     take(ChatBody, repeat_last_n=64, repetition_penalty=1, presence_penalty=0)

@@ -154,10 +154,11 @@ GROUPS: tuple[FieldGroup, ...] = (
     FieldGroup(
         "vectors and scores of texts",
         {
-            **_all(
-                "late_chunking", "rank_fields", "max_tokens_per_doc", "max_chunks_per_doc", "raw_scores",
-                "return_multivector",
-            ),
+            **_all("late_chunking", "raw_scores", "return_multivector"),
+            # Cohere's own defaults, which some clients send.
+            "rank_fields": (None, [], ["text"]),
+            "max_tokens_per_doc": (None, 4096),
+            "max_chunks_per_doc": (None, 10),
             **dict.fromkeys(("normalize", "normalized", "use_activation", "activation"), _UNLESS_TRUE),
             **dict.fromkeys(
                 ("output_dtype", "embedding_type", "encoding_type", "embed_dtype"), (None, "float", "float32")
