@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from api_fakes import MODEL, FakeFleet, Site, engine, serve, services, status
-from fakes import FACTS, FakeModels, FakePool
+from fakes import FACTS, FakeFolder, FakeModels, FakePool
 
 from fleetd import limits
 from fleetd.api.health import judge
@@ -120,6 +120,19 @@ async def test_a_model_for_vectors_has_the_length_of_its_longest_text(tmp_path: 
             shown = (await response.json())["model_info"]
     assert listed["context_length"] == listed["max_model_len"] == listed["fleet"]["context_tokens"] == 256
     assert shown["bert.context_length"] == 256
+
+
+async def test_clients_of_anthropics_are_offered_chats_alone(tmp_path: Path) -> None:
+    config = {"model_type": "bert", "hidden_size": 8}
+    folder = ModelFolder("texts", tmp_path, "embedded", None, config, 1000, 0.0, "embedding", 8)
+    models = FakeModels(names=["texts", MODEL], found=[folder, FakeFolder(MODEL)])  # type: ignore[list-item]
+    async with serve(services(models=models)) as site, site.client() as session:
+        async with session.get("/v1/models", headers={"anthropic-version": "2023-06-01"}) as response:
+            page = await response.json()
+        async with session.get("/v1/models") as response:
+            every = await response.json()
+    assert [each["id"] for each in page["data"]] == [MODEL, f"claude-fleet-{MODEL}"]
+    assert {each["id"] for each in every["data"]} == {MODEL, "texts"}
 
 
 async def test_a_model_that_only_a_peer_knows_has_the_length_that_the_peer_tells() -> None:
