@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from datetime import UTC, datetime, timedelta
 
 from aiohttp import web
@@ -16,8 +15,8 @@ from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.errors import FleetError, ModelCorrupt, ModelNotFound
 from fleetd.models import file_threads
 
-# "For ever", for clients that read a date.
-_FOREVER = timedelta(days=36_500)
+# "For ever", for clients that read a date: a calendar has not all the seconds that may be asked for.
+_FOREVER_S = 36_500 * 86_400.0
 
 
 async def keep(request: web.Request, model: str, seconds: float | None) -> bool:
@@ -47,6 +46,5 @@ async def unload(request: web.Request, model: str) -> None:
 
 def expires_at(pool: EnginePool, engine: EngineStatus) -> str:
     """When an idle model is unloaded, if nothing asks for it until then."""
-    stays_s = pool.stays_s(engine.model)
-    left = _FOREVER if math.isinf(stays_s) else timedelta(seconds=max(0.0, stays_s - engine.idle_s))
-    return timestamp(datetime.now(UTC) + min(left, _FOREVER))
+    left_s = pool.stays_s(engine.model) - engine.idle_s
+    return timestamp(datetime.now(UTC) + timedelta(seconds=min(max(0.0, left_s), _FOREVER_S)))
