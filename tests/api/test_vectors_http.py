@@ -88,6 +88,15 @@ async def test_what_is_asked_of_the_model_reaches_it() -> None:
     assert len(reply["data"][0]["embedding"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("given", "cut"), [(True, True), (False, False), ("END", True), ("NONE", False), (None, False)]
+)
+async def test_a_long_text_is_cut_as_clients_of_other_servers_say_it(given: Any, cut: bool) -> None:
+    fake = FakeVectors()
+    code, _, _ = await asked("/v1/embeddings", {"model": "m", "input": "one", "truncate": given}, fake)
+    assert (code, fake.jobs[0].request.truncate) == (200, cut)
+
+
 async def test_a_field_that_is_null_is_one_that_was_left_out() -> None:
     """litellm and clients in JavaScript send all fields that they know."""
     optional = ["encoding_format", "dimensions", "input_type", "instruction", "truncate", "stream", "user"]
@@ -120,6 +129,7 @@ async def test_a_field_that_is_null_is_one_that_was_left_out() -> None:
         ({"model": "m", "input": "one", "input_type": "poem"}, "input_type"),
         ({"model": "m", "input": "one", "dimension": 3}, "dimension"),
         ({"model": "m", "input": "one", "task": "poem"}, "task"),
+        ({"model": "m", "input": "one", "truncate": "START"}, "truncate"),
         ({"model": "m", "input": "one", "task": "query", "input_type": "document"}, "task"),
         ({"model": "m", "input": "one", "output_dimension": 3}, "output_dimension"),
         ({"model": "m", "input": "one", "normalized": False}, "normalized"),

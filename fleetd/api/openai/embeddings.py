@@ -65,7 +65,11 @@ class EmbeddingsBody(msgspec.Struct, frozen=True, kw_only=True):
     task: Annotated[str | None, Meta(description="Jina's name for `input_type`.")] = None
     instruction: Instruction | None = None
     truncate: Annotated[
-        bool | None, Meta(description="Leave out the end of a text that is too long, instead of refusing it.")
+        bool | Literal["NONE", "END"] | None,
+        Meta(
+            description="Leave out the end of a text that is too long, instead of refusing it; as NVIDIA's "
+            "clients say it, too."
+        ),
     ] = None
     stream: Annotated[bool | None, Meta(description="Send each part as soon as it is computed.")] = None
     local_only: LocalOnly = None
@@ -128,7 +132,7 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
         kind=_kind(body),
         dimensions=body.dimensions,
         instruction=body.instruction or "",
-        truncate=bool(body.truncate),
+        truncate=body.truncate in (True, "END"),
     )
     job = answering.job(request, work_id, body.model, work, body.local_only, body.exactness)
     if body.part_of is not None:
