@@ -689,7 +689,7 @@ VECTOR_TEXT_TOKENS = 8192
 VECTOR_PASS_S = 0.1
 VECTOR_PASS_TOKENS = (64, 8192)
 # While a chat's prompt is read on the same machine, the next pass begins so long after the last one: a
-# twentieth of the time.
+# twentieth of the time. A pass that is under way when the prompt begins is held up for as long, at most.
 VECTOR_YIELD_S = 1.0
 # Tokens by which a load measures the pace.
 VECTOR_MEASURED_TOKENS = 512

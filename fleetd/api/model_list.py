@@ -102,9 +102,7 @@ async def one_model(services: Services, name: str) -> ModelObject:
     asked = untagged(services.names.named(name))
     try:
         folder = await file_threads.look(services.models.in_part, asked)
-        able = await file_threads.look(
-            abilities, folder.path, find(folder.name), services.pool.facts(folder.name)
-        )
+        files = await file_threads.look(_files_of, folder, services.pool.facts(folder.name))
     except ModelNotFound:
         real = services.names.alias(asked)
         canonical = entry.name if (entry := find(real or asked)) is not None else real or asked
@@ -112,18 +110,16 @@ async def one_model(services: Services, name: str) -> ModelObject:
         if not found:
             raise
         return found[0]
-    return _describe(folder, able, loaded_models(services), elsewhere(services))
+    return _describe(folder, files, loaded_models(services), elsewhere(services))
 
 
 async def all_models(services: Services) -> list[ModelObject]:
     """Each model of the fleet once."""
     folders = await file_threads.look(services.models.answerable)
     facts = {folder.name: services.pool.facts(folder.name) for folder in folders}
-    able = await file_threads.look(
-        lambda: [abilities(each.path, find(each.name), facts[each.name]) for each in folders]
-    )
+    files = await file_threads.look(lambda: [_files_of(each, facts[each.name]) for each in folders])
     loaded, others = loaded_models(services), elsewhere(services)
-    found = [_describe(folder, each, loaded, others) for folder, each in zip(folders, able, strict=True)]
+    found = [_describe(folder, each, loaded, others) for folder, each in zip(folders, files, strict=True)]
     here = {model.id for model in found}
     if services.names.default not in here | set(others):
         found.insert(0, _absent(services.names.default, []))
@@ -160,33 +156,39 @@ def loaded_models(services: Services) -> frozenset[str]:
     return frozenset(engine.model for engine in services.status().engines if engine.state == "ready")
 
 
+def _files_of(folder: ModelFolder, facts: Ready | None) -> tuple[ModelShape, ModelAbilities]:
+    """What is read from a model's files for ``_describe``, which runs where no file may be read."""
+    return folder.shape, abilities(folder.path, find(folder.name), facts)
+
+
 def _describe(
     folder: ModelFolder,
-    able: ModelAbilities,
+    files: tuple[ModelShape, ModelAbilities],
     loaded: frozenset[str],
     others: Mapping[str, list[ModelPlace]],
 ) -> ModelObject:
     owner, slash, _ = folder.name.partition("/")
     here = ModelPlace(THIS_NAME, "loaded" if folder.name in loaded else "installed")
+    shape, able = files
     return ModelObject(
         id=folder.name,
         created=int(folder.created_s),
         owned_by=owner if slash and owner else "fleetd",
-        context_length=folder.context_tokens,
-        max_model_len=folder.context_tokens,
+        context_length=shape.context_tokens,
+        max_model_len=shape.context_tokens,
         fleet=ModelDetails(
             source=folder.source,
             architecture=folder.architecture,
-            context_tokens=folder.context_tokens,
+            context_tokens=shape.context_tokens,
             weights_bytes=folder.weights_bytes,
             loaded=folder.name in loaded,
             installed=True,
             nodes=[here, *others.get(folder.name, [])],
             tools=able.shown_tools,
             thinking=able.thinking,
-            images=folder.images,
-            purpose=folder.shape.purpose,
-            vector_width=folder.shape.vector_width,
+images=folder.images,
+            purpose=shape.purpose,
+            vector_width=shape.vector_width,
         ),
     )
 
@@ -196,7 +198,7 @@ def _absent(name: str, places: list[ModelPlace], shape: ModelShape = _UNKNOWN) -
     source = "fleet" if places else "catalog"
     entry = find(name)
     able = abilities(None, entry)
-    context = entry.context_tokens if entry is not None else 0
+    context = shape.context_tokens or (entry.context_tokens if entry is not None else 0)
     details = ModelDetails(
         source,
         "",

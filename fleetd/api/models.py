@@ -47,8 +47,11 @@ def _info(model: ModelObject, name: str = "") -> ModelInfo:
 
 
 def _page(models: Iterable[ModelObject]) -> ModelPage:
-    """All models, and each again under the name by which Claude Code lets it be chosen."""
-    data = list(_each(models))
+    """All that answer chats, and each again under the name by which Claude Code lets it be chosen.
+
+    Anthropic's API has nothing that a model for vectors could be asked for.
+    """
+    data = list(_each(model for model in models if model.fleet.purpose == "chat"))
     ids = [model.id for model in data]
     return ModelPage(data=data, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None)
 

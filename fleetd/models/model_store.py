@@ -41,6 +41,8 @@ from fleetd.models.verify import Progress, verify
 __all__ = ["ModelStore", "PullProgress"]
 
 _RECORDS = ".records"
+# What to do about a path at which no model is.
+_MODEL_FOLDER = "Give a folder that holds config.json and *.safetensors."
 
 
 class UnlistedFolder(msgspec.Struct, frozen=True):
@@ -131,16 +133,14 @@ class ModelStore:
                 )
             return self._owned(folder, self._added_name(folder) or folder.name)
         if not path.is_absolute() or not path.is_dir():
-            raise ModelNotFound(
-                f"There is no folder {path}.",
-                hint="Give a folder that holds config.json and *.safetensors.",
-                param="model",
-            )
+            raise ModelNotFound(f"There is no folder {path}.", hint=_MODEL_FOLDER, param="model")
         path = path.resolve() if not hub_cache.is_snapshot(path) else path
         if (name := self._added_name(path)) is not None:
             return self._owned(self.models_dir / name, name)
         if path.parent == self.models_dir.resolve():
             return self.resolve(self._name_of(path))
+        if not (path / "config.json").exists():
+            raise ModelNotFound(f"There is no model in {path}.", hint=_MODEL_FOLDER, param="model")
         return read_folder(path, name=str(path), source="folder", revision=None)
 
     def _added_name(self, folder: Path) -> str | None:

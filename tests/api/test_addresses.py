@@ -56,6 +56,24 @@ async def test_a_wrong_method_is_told_the_right_one(client: aiohttp.ClientSessio
     assert error["message"] == "GET is not allowed at /v1/messages. Use POST."
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "keys"),
+    [
+        ("GET", "/api/chat", {"error", "code"}),
+        ("GET", "/api/nothing", {"error", "code"}),
+        ("GET", "/v1/messages", {"type", "error"}),
+        ("POST", "/v1/messages/batches", {"type", "error"}),
+        ("GET", "/v1/chat/completions", {"error"}),
+        ("GET", "/nothing", {"error"}),
+    ],
+)
+async def test_a_wrong_address_or_method_is_told_as_clients_of_the_address_read_it(
+    client: aiohttp.ClientSession, method: str, path: str, keys: set[str]
+) -> None:
+    async with client.request(method, path) as response:
+        assert set(await response.json()) == keys
+
+
 async def test_trailing_slashes_and_head(client: aiohttp.ClientSession) -> None:
     ask = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     for path in ("/v1/chat/completions/", "/v1/messages/"):

@@ -35,6 +35,7 @@ from fleetd.control.daemon_status import DaemonStatus, HttpAddress
 from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.control.setting_view import SettingsView, SettingView
 from fleetd.models import catalog, heads
+from fleetd.models.folder import ModelFolder
 from fleetd.models.hub_search import HubModel, HubPage
 from fleetd.models.memory_need import WORKING_BYTES
 
@@ -214,6 +215,17 @@ async def test_a_drafter_that_reads_hidden_states_goes_before_a_models_own_head(
     assert await drafter("off: it was made for another model") == (name, "it was made for another model")
     own = "mtp: 0.5 ms a token. off: it was made for another model"
     assert await drafter(own) == (name, "it was made for another model; the model's own head does")
+
+
+async def test_a_model_for_vectors_is_listed_with_its_longest_text(
+    daemon: ControlledDaemon, tmp_path: Path
+) -> None:
+    config = {"model_type": "bert", "max_position_embeddings": 512, "hidden_size": 8}
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
+    folder = ModelFolder("texts", tmp_path, "embedded", None, config, 1000, 0.0, "embedding", 8)
+    daemon.models.found = [folder]  # type: ignore[list-item]
+    (only,) = (await daemon.get("/fleet/v1/models"))["installed"]
+    assert only["context_tokens"] == 256
 
 
 async def test_the_hub_is_searched_by_name_and_what_fits_comes_first(daemon: ControlledDaemon) -> None:

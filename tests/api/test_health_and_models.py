@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from api_fakes import MODEL, FakeFleet, Site, engine, serve, services, status
-from fakes import FACTS, FakeModels, FakePool
+from fakes import FACTS, FakeFolder, FakeModels, FakePool
 
 from fleetd import limits
 from fleetd.api.health import judge
 from fleetd.control import fleet_view
+from fleetd.control.model_facts import ModelShape
 from fleetd.engine import protocol as p
+from fleetd.models.folder import ModelFolder
+from fleetd.models.model_names import ModelNames
 
 LATE_S = limits.ENGINE_STALL_REPORT_S
 
@@ -101,6 +105,43 @@ async def test_models_in_openais_shape() -> None:
         async with session.get("/v1/models/nobody/knows") as response:
             assert response.status == 404
             assert (await response.json())["error"]["code"] == "model_not_found"
+
+
+async def test_a_model_for_vectors_has_the_length_of_its_longest_text(tmp_path: Path) -> None:
+    """Which is less than the positions that its config has; splitters of documents go by it."""
+    config = {"model_type": "bert", "max_position_embeddings": 512, "hidden_size": 8}
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
+    folder = ModelFolder("texts", tmp_path, "embedded", None, config, 1000, 0.0, "embedding", 8)
+    models = FakeModels(names=["texts"], found=[folder])  # type: ignore[list-item]
+    async with serve(services(models=models, names=ModelNames("texts"))) as site, site.client() as session:
+        async with session.get("/v1/models") as response:
+            (listed,) = (await response.json())["data"]
+        async with session.post("/api/show", json={"model": "texts"}) as response:
+            shown = (await response.json())["model_info"]
+    assert listed["context_length"] == listed["max_model_len"] == listed["fleet"]["context_tokens"] == 256
+    assert shown["bert.context_length"] == 256
+
+
+async def test_clients_of_anthropics_are_offered_chats_alone(tmp_path: Path) -> None:
+    config = {"model_type": "bert", "hidden_size": 8}
+    folder = ModelFolder("texts", tmp_path, "embedded", None, config, 1000, 0.0, "embedding", 8)
+    models = FakeModels(names=["texts", MODEL], found=[folder, FakeFolder(MODEL)])  # type: ignore[list-item]
+    async with serve(services(models=models)) as site, site.client() as session:
+        async with session.get("/v1/models", headers={"anthropic-version": "2023-06-01"}) as response:
+            page = await response.json()
+        async with session.get("/v1/models") as response:
+            every = await response.json()
+    assert [each["id"] for each in page["data"]] == [MODEL, f"claude-fleet-{MODEL}"]
+    assert {each["id"] for each in every["data"]} == {MODEL, "texts"}
+
+
+async def test_a_model_that_only_a_peer_knows_has_the_length_that_the_peer_tells() -> None:
+    there = fleet_view.PeerModel("tuned", "installed", ["chat"], shape=ModelShape(context_tokens=4096))
+    peer = fleet_view.PeerView("n1", "n1", "studio", "usable", sees_prompts=True, models=[there])
+    fleet = FakeFleet(fleet=fleet_view.FleetView(True, "me", "me", "here", peers=[peer]))
+    async with serve(services(fleet=fleet)) as site, site.client() as session:
+        async with session.get("/v1/models/tuned") as response:
+            assert (await response.json())["context_length"] == 4096
 
 
 class LoadedPool(FakePool):

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import aiohttp
 import pytest
-from api_fakes import TOKEN, FakeRunner, Site, engine, installed_models, serve, services, status
+from api_fakes import MODEL, TOKEN, FakeRunner, Site, engine, installed_models, serve, services, status
 from fakes import FakePool
 from msgspec.structs import replace
 from odd_hosts import ODD_HOSTS
@@ -139,6 +139,25 @@ async def test_keep_alive_reaches_a_model_whose_folder_is_gone() -> None:
             assert answer.status == 200
             assert (await answer.json())["done_reason"] == "unload"
     assert pool.kept == {"gone": 0}
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+async def test_a_model_that_no_machine_has_cannot_be_unloaded(tokenless: Site, path: str) -> None:
+    status, text = await ask(tokenless, JSON, path, '{"model": "nobody-knows", "keep_alive": 0}')
+    assert status == 404
+    assert "nobody-knows" in text
+
+
+@pytest.mark.parametrize("given", [-1, 1e308, "999999999999999h"])
+async def test_a_model_that_stays_longer_than_calendars_go_is_listed_as_staying(given: float | str) -> None:
+    pool, loaded = FakePool(loaded=[MODEL]), status(engines=[engine()])
+    async with serve(services(pool=pool, status=lambda: loaded)) as site, site.client() as session:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "keep_alive": given}
+        async with session.post("/api/chat", json=body) as answer:
+            assert answer.status == 200
+        async with session.get("/api/ps") as answer:
+            (running,) = (await answer.json())["models"]
+    assert running["expires_at"] > "2100"
 
 
 # Also in disguise: as of an organisation on the hub, or of the name that Claude Code lists.

@@ -1,5 +1,6 @@
-"""Every field of the request schemas of vLLM, llama.cpp, mlx-lm and OpenAI is served, refused by name, or
-known to change no answer. The names are those of the schemas in November 2026."""
+"""Every field of the request schemas of vLLM, llama.cpp, mlx-lm and OpenAI, and for vectors of Jina, Voyage,
+Cohere and Hugging Face, is served, refused by name, or known to change no answer. The names are those of the
+schemas in November 2026."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from fleetd.api.generation.fields import decode
 from fleetd.api.ollama import translate as ollama
 from fleetd.api.ollama.bodies import OllamaChatBody
 from fleetd.api.openai.bodies import ChatBody, CompletionBody
+from fleetd.api.openai.embeddings import EmbeddingsBody
+from fleetd.api.rerank import RerankBody
 from fleetd.api.responses.bodies import ResponsesBody
 from fleetd.errors import InvalidValue, UnsupportedParameter
 
@@ -86,16 +89,38 @@ OPENAI_RESPONSES = """
     prompt_cache_options prompt_cache_retention reasoning safety_identifier service_tier store stream
     stream_options temperature text tool_choice tools top_logprobs top_p truncation user
 """
+VLLM_EMBEDDING = """
+    model input encoding_format dimensions user truncate_prompt_tokens truncation_side request_id priority
+    normalize use_activation embed_dtype endianness mm_processor_kwargs
+"""
+JINA_EMBEDDING = """
+    model input task dimensions late_chunking embedding_type normalized truncate return_multivector
+    encoding_type
+"""
+VOYAGE_EMBEDDING = "model input input_type truncation output_dimension output_dtype encoding_format"
+HUGGING_FACE_EMBEDDING = "truncate truncation_direction prompt_name normalize truncate_dim"
+VLLM_RERANK = """
+    model query documents top_n truncate_prompt_tokens mm_processor_kwargs priority use_activation activation
+"""
+COHERE_RERANK = """
+    model query documents top_n max_tokens_per_doc priority return_documents rank_fields max_chunks_per_doc
+"""
+VOYAGE_RERANK = "model query documents top_k return_documents truncation"
+HUGGING_FACE_RERANK = "query texts raw_scores return_text truncate truncation_direction"
 SCHEMAS: list[tuple[type[msgspec.Struct], str]] = [
     (ChatBody, f"{VLLM_BOTH} {VLLM_CHAT} {LLAMA_CPP} {LLAMA_CPP_CHAT} {MLX_LM} {MLX_LM_CHAT} {OPENAI_CHAT}"),
     (CompletionBody, f"{VLLM_BOTH} {VLLM_COMPLETION} {LLAMA_CPP} {MLX_LM} {OPENAI_COMPLETION}"),
     (ResponsesBody, f"{VLLM_RESPONSES} {OPENAI_RESPONSES}"),
+    (EmbeddingsBody, f"{VLLM_EMBEDDING} {JINA_EMBEDDING} {VOYAGE_EMBEDDING} {HUGGING_FACE_EMBEDDING}"),
+    (RerankBody, f"{VLLM_RERANK} {COHERE_RERANK} {VOYAGE_RERANK} {HUGGING_FACE_RERANK}"),
 ]
 MINIMAL: dict[type[msgspec.Struct], dict[str, Any]] = {
     ChatBody: {"messages": HELLO},
     CompletionBody: {"prompt": "hello"},
     ResponsesBody: {"input": "hello"},
     MessagesBody: {"messages": HELLO, "max_tokens": 5},
+    EmbeddingsBody: {"input": "hello"},
+    RerankBody: {"query": "hello", "documents": ["hello"]},
 }
 CASES = [(kind, name) for kind, names in SCHEMAS for name in sorted(set(names.split()))]
 
@@ -150,6 +175,21 @@ def test_a_value_that_asks_for_nothing_is_taken(
     take(kind, **{name: None})
     with pytest.raises(UnsupportedParameter):
         take(kind, **{name: something})
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (RerankBody, {"max_tokens_per_doc": 4096, "max_chunks_per_doc": 10, "rank_fields": ["text"]}),
+        (RerankBody, {"raw_scores": False, "truncation_direction": "right", "use_activation": True}),
+        (EmbeddingsBody, {"normalized": True, "late_chunking": False, "embedding_type": "float"}),
+        (EmbeddingsBody, {"output_dtype": "float", "embed_dtype": "float32", "endianness": "native"}),
+    ],
+)
+def test_defaults_of_other_servers_for_vectors_are_taken(
+    kind: type[msgspec.Struct], fields: dict[str, Any]
+) -> None:
+    take(kind, **fields)
 
 
 def test_how_far_back_penalties_look_matters_only_beside_one() -> None:

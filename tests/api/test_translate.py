@@ -291,6 +291,29 @@ def test_template_kwargs_cannot_replace_the_template_or_its_input(name: str) -> 
         one(chat_template_kwargs={name: "x"})
 
 
+@pytest.mark.parametrize(
+    ("kinds", "taken"),
+    [
+        ("array", False),
+        ("integer", False),
+        (["string", "null"], False),
+        ("object", True),
+        (["object", "null"], True),
+        ("dict", True),
+        ([], True),
+        ({"a": 1}, True),
+    ],
+)
+def test_a_tool_whose_arguments_could_be_no_object_is_refused(kinds: Any, taken: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": kinds}}}]
+    if taken:
+        assert one(tools=tools)
+        return
+    with pytest.raises(InvalidValue, match="an object") as caught:
+        one(tools=tools)
+    assert caught.value.param == "tools[0]"
+
+
 def test_numbers_no_worker_could_read_are_refused() -> None:
     with pytest.raises(InvalidValue):
         one(chat_template_kwargs={"a": 2**70})

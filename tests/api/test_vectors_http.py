@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from api_fakes import MODEL, FakeVectors, serve, services
+from fakes import FakePool
 from vector_fakes import WIDTH, score, vector
 
 from fleetd import limits
@@ -75,7 +76,7 @@ async def test_what_is_asked_of_the_model_reaches_it() -> None:
         "model": "m",
         "input": "one",
         "dimensions": 2,
-        "input_type": "search_query",
+        "task": "retrieval.query",
         "instruction": "Find it",
         "truncate": True,
         "local_only": True,
@@ -85,6 +86,15 @@ async def test_what_is_asked_of_the_model_reaches_it() -> None:
     wanted = EmbedTexts(job.id, ["one"], "query", 2, "Find it", truncate=True)
     assert (job.request, job.model, job.local_only) == (wanted, "m", True)
     assert len(reply["data"][0]["embedding"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "cut"), [(True, True), (False, False), ("END", True), ("NONE", False), (None, False)]
+)
+async def test_a_long_text_is_cut_as_clients_of_other_servers_say_it(given: Any, cut: bool) -> None:
+    fake = FakeVectors()
+    code, _, _ = await asked("/v1/embeddings", {"model": "m", "input": "one", "truncate": given}, fake)
+    assert (code, fake.jobs[0].request.truncate) == (200, cut)
 
 
 async def test_a_field_that_is_null_is_one_that_was_left_out() -> None:
@@ -118,6 +128,12 @@ async def test_a_field_that_is_null_is_one_that_was_left_out() -> None:
         ({"model": "m", "input": "one", "dimensions": 0}, "dimensions"),
         ({"model": "m", "input": "one", "input_type": "poem"}, "input_type"),
         ({"model": "m", "input": "one", "dimension": 3}, "dimension"),
+        ({"model": "m", "input": "one", "task": "poem"}, "task"),
+        ({"model": "m", "input": "one", "truncate": "START"}, "truncate"),
+        ({"model": "m", "input": "one", "task": "query", "input_type": "document"}, "task"),
+        ({"model": "m", "input": "one", "output_dimension": 3}, "output_dimension"),
+        ({"model": "m", "input": "one", "normalized": False}, "normalized"),
+        ({"model": "m", "input": "one", "output_dtype": "int8"}, "output_dtype"),
         ({"model": "m", "input": ["x"] * (limits.VECTOR_REQUEST_TEXTS + 1)}, "input"),
         ({"model": "m", "input": ["x"] * 100_000}, "input"),
         ({"model": "m", "input": "x" * 10_000_000}, "input"),
@@ -232,6 +248,28 @@ async def test_nothing_to_embed_is_no_vector(path: str, body: Any, reply: Any) -
     assert found == reply
 
 
+@pytest.mark.parametrize("body", [{"input": ""}, {"input": []}, {"input": ["", ""]}, {}])
+async def test_ollamas_clients_load_a_model_for_vectors_without_a_text(body: dict[str, Any]) -> None:
+    fake, pool = FakeVectors(), FakePool(loaded=[MODEL])
+    async with serve(services(vectors=fake, pool=pool)) as site, site.client() as session:
+        for seconds in (60, 0):
+            sent = {"model": MODEL, "keep_alive": seconds, **body}
+            async with session.post("/api/embed", json=sent) as response:
+                assert (response.status, (await response.json())["embeddings"]) == (200, [])
+            # A text is computed to load it, and none to unload it.
+            assert (len(fake.jobs), pool.kept) == (1, {MODEL: seconds})
+
+
+@pytest.mark.parametrize("path", ["/api/embed", "/api/embeddings"])
+async def test_a_model_that_cannot_be_asked_is_refused_without_a_text_too(path: str) -> None:
+    fake = FakeVectors()
+    fake.trouble = ModelUnsupported("m answers chats.")
+    code, reply, _ = await asked(path, {"model": "m"}, fake)
+    assert (code, reply["error"]) == (400, "m answers chats.")
+    code, reply, _ = await asked(path, {"model": "nobody-knows", "keep_alive": 0})
+    assert (code, reply["code"]) == (404, "model_not_found")
+
+
 async def test_an_error_of_ollamas_is_one_sentence() -> None:
     fake = FakeVectors()
     fake.trouble = ModelUnsupported("m answers chats.")
@@ -284,6 +322,9 @@ async def test_documents_are_objects_too_and_come_back_if_asked_for() -> None:
         ({"model": "m", "query": "q", "documents": RED, "top_n": 0}, "top_n"),
         ({"model": "m", "query": "q", "documents": ["x"] * 100_000}, "documents"),
         ({"model": "m", "query": "q" * 5_000_000, "documents": RED}, "query"),
+        ({"model": "m", "query": "q", "documents": RED, "top_k": 2}, "top_k"),
+        ({"model": "m", "query": "q", "documents": RED, "max_tokens_per_doc": 9}, "max_tokens_per_doc"),
+        ({"model": "m", "query": "q", "documents": [{"text": "a"}], "rank_fields": ["b"]}, "rank_fields"),
     ],
 )
 async def test_a_search_that_makes_no_sense_is_refused_by_name(body: dict[str, Any], param: str) -> None:

@@ -135,8 +135,9 @@ async def test_what_is_out_of_bounds_is_refused_by_type_and_ends_nothing_else(
 async def test_a_query_that_fills_the_model_is_refused(pool: EnginePool, reranker: ModelFolder) -> None:
     with pytest.raises(ContextLengthExceeded, match="query"):
         await vector_events(pool, reranker, RerankTexts("a", "q" * 126, ["x"]))
-    with pytest.raises(ContextLengthExceeded, match="A text has"):
+    with pytest.raises(ContextLengthExceeded, match="A text has") as caught:
         await vector_events(pool, reranker, RerankTexts("b", "q" * 100, ["x", "y" * 100]))
+    assert caught.value.param == "documents"
     told = await vector_events(pool, reranker, RerankTexts("c", "q" * 100, ["x", "y" * 100], truncate=True))
     assert [event.tokens for event in told if isinstance(event, TextsReranked)] == [[104, 128]]
 

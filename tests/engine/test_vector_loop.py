@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from fleetd import limits
@@ -19,22 +21,29 @@ from fleetd.engine.protocol import (
     PromptsRead,
     TextsEmbedded,
 )
-from fleetd.engine.vectors.token_rows import TokenRow
+from fleetd.engine.vectors.token_rows import Pass, TokenRow
 from fleetd.engine.vectors.vector_loop import VectorLoop
 from fleetd.engine.vectors.vector_model import VectorRequest
 
 
 class Lengths:
-    """A model whose vector of a text is the text's length. A text with the token 666 cannot be computed."""
+    """A model whose vector of a text is the text's length. A text with the token 666 cannot be computed.
+
+    ``meanwhile``: what happens after each of its three layers.
+    """
 
     def __init__(self) -> None:
         self.passes: list[list[int]] = []
+        self.meanwhile: Callable[[], None] = lambda: None
 
-    def results(self, texts: Sequence[TokenRow]) -> list[bytes]:
-        self.passes.append([len(row.tokens) for row in texts])
-        if any(666 in row.tokens for row in texts):
+    def results(self, group: Pass) -> list[bytes]:
+        self.passes.append([len(row.tokens) for row in group.rows])
+        if any(666 in row.tokens for row in group.rows):
             raise ArithmeticError("no")
-        return [len(row.tokens).to_bytes(4, "little") for row in texts]
+        for _ in range(3):
+            self.meanwhile()
+            group.between_layers(mx.array(0))
+        return [len(row.tokens).to_bytes(4, "little") for row in group.rows]
 
     def report(self, asked: VectorRequest, results: Sequence[bytes]) -> TextsEmbedded:
         return TextsEmbedded(asked.id, 1, b"".join(results), [])
@@ -44,8 +53,15 @@ class VectorBench:
     def __init__(self) -> None:
         self.model = Lengths()
         self.said: list[Any] = []
+        # For how many seconds passes were held up.
+        self.held: list[float] = []
         # 64 tokens a pass, whatever the pace.
-        self.loop = VectorLoop(model=self.model, tokens_per_s=1.0, emit=self.said.append)  # type: ignore[arg-type]
+        self.loop = VectorLoop(
+            model=self.model,  # type: ignore[arg-type]
+            tokens_per_s=1.0,
+            emit=self.said.append,
+            wait=lambda event, seconds: self.held.append(seconds),
+        )
 
     def ask(self, name: str, lengths: Sequence[int], *, token: int = 1, background: bool = False) -> None:
         rows = [TokenRow([token] * length) for length in lengths]
@@ -180,6 +196,47 @@ def test_while_a_chat_s_prompt_is_read_passes_are_short_and_rare(
     assert turn() == []
     bench.loop.tell(PromptsRead(False))
     assert [turn() for _ in range(3)] == [[40, 40]] * 3
+
+
+def test_a_long_pass_is_held_up_once_if_a_prompt_is_read_meanwhile(bench: VectorBench) -> None:
+    bench.model.meanwhile = lambda: bench.loop.tell(PromptsRead(True))
+    bench.ask("corpus", [60])
+    assert bench.turn() == [60]
+    assert bench.held == [limits.VECTOR_YIELD_S]
+
+
+def test_a_pass_beside_a_prompt_and_a_short_one_are_not_held_up(
+    bench: VectorBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    bench.loop.monotonic = lambda: now[0]
+    bench.loop.tell(PromptsRead(True))
+    bench.ask("corpus", [60])
+    assert bench.turn() == [60]
+    bench.loop.tell(PromptsRead(False))
+    monkeypatch.setattr(bench.loop, "tokens_per_s", 3 * 60 / limits.VECTOR_PASS_S)
+    bench.model.meanwhile = lambda: bench.loop.tell(PromptsRead(True))
+    bench.ask("query", [60])
+    assert bench.turn() == [60]
+    assert bench.held == []
+
+
+def test_what_ends_a_wait_for_a_prompt(bench: VectorBench) -> None:
+    """The prompt's end and that of the loop: the event is set that a pass waits for."""
+    ended: list[bool] = []
+
+    def wait(event: threading.Event, seconds: float) -> None:
+        bench.loop.tell(PromptsRead(False)) if not ended else bench.loop.stop()
+        ended.append(event.is_set())
+
+    bench.loop.wait = wait
+    bench.model.meanwhile = lambda: bench.loop.tell(PromptsRead(True))
+    for name in ("first", "second"):
+        bench.loop.tokens_per_s = 1.0
+        bench.loop.tell(PromptsRead(False))
+        bench.ask(name, [60])
+        bench.turn()
+    assert ended == [True, True]
 
 
 def test_prompts_that_follow_each_other_at_once_do_not_put_vectors_off(bench: VectorBench) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 import vector_models
@@ -16,7 +17,7 @@ from vector_reference import cosine
 from fleetd.control.model_facts import ModelPurpose
 from fleetd.engine.protocol import EmbedTexts, RerankTexts
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.vectors.token_rows import TokenRow
+from fleetd.engine.vectors.token_rows import Pass, TokenRow
 from fleetd.engine.vectors.vector_loading import load_vectors
 from fleetd.engine.vectors.vector_model import Embedder, Reranker, VectorModel
 from fleetd.models.folder import ModelFolder
@@ -38,7 +39,7 @@ def loaded(path: Path, purpose: ModelPurpose = "embedding", name: str = "tiny") 
 def vectors(model: VectorModel, texts: Sequence[TokenRow]) -> list[bytes]:
     """In the order of the texts, which a pass sorts."""
     order = sorted(range(len(texts)), key=lambda index: len(texts[index].tokens))
-    found = dict(zip(order, model.results([texts[index] for index in order]), strict=True))
+    found = dict(zip(order, model.results(Pass([texts[index] for index in order])), strict=True))
     return [found[index] for index in range(len(texts))]
 
 
@@ -195,10 +196,24 @@ def test_a_vector_is_shortened_to_its_first_numbers_and_one_unit_long_again(tmp_
         vector_models.write(tmp_path / "x", "bert", recipe=recipe("cls_token", "Normalize"))
     )
     asked = model.read(EmbedTexts("a", ["abc"], dimensions=8))
-    whole = numbers(model.results(asked.rows)[0])
-    told = model.report(asked, model.results(asked.rows))
+    whole = numbers(model.results(Pass(asked.rows))[0])
+    told = model.report(asked, model.results(Pass(asked.rows)))
     assert (told.width, told.tokens) == (8, [5])
     assert np.allclose(numbers(told.vectors), reference.unit(whole[:8]), atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "gemma"])
+@pytest.mark.usefixtures("cpu_installed")
+def test_an_encoder_can_be_held_up_after_each_layer_and_finds_the_same(kind: str, tmp_path: Path) -> None:
+    model = loaded(vector_models.write(tmp_path / "x", kind, recipe=recipe("mean_tokens", "Normalize")))
+    rows, held = sorted(made_up([9, 9, 30]), key=lambda row: len(row.tokens)), []
+
+    def between(states: mx.array) -> None:
+        mx.eval(states)
+        held.append(states.shape)
+
+    assert model.results(Pass(rows, between)) == model.results(Pass(rows))
+    assert len(held) >= vector_models.config_of(kind)["num_hidden_layers"]
 
 
 @pytest.mark.usefixtures("cpu_installed")
@@ -237,7 +252,7 @@ def test_a_sequence_classifier_scores_pairs_as_its_formula_does(kind: str, tmp_p
         states = reference.bert(plain, config, texts, types if kind == "bert" else None)
     expected = [1 / (1 + np.exp(-reference.classified(kind, weights, each[0]))) for each in states]
     order = sorted(range(4), key=lambda index: len(texts[index]))
-    told = dict(zip(order, model.results([asked.rows[index] for index in order]), strict=True))
+    told = dict(zip(order, model.results(Pass([asked.rows[index] for index in order])), strict=True))
     scores = model.report(asked, [told[index] for index in range(4)]).scores
     assert np.allclose(scores, expected, atol=1e-6)
     assert scores[0] == scores[3]
@@ -258,4 +273,4 @@ def test_qwen3_is_asked_in_the_words_that_it_learned_and_answers_by_yes_and_no(t
     (states,) = reference.qwen3(weights, vector_models.config_of("qwen3"), [row.tokens])
     logits = weights["embed_tokens.weight"] @ states[-1]
     expected = 1 / (1 + np.exp(logits[model.reader.token("no")] - logits[model.reader.token("yes")]))
-    assert np.allclose(np.frombuffer(model.results([row])[0], np.float64), expected, atol=1e-5)
+    assert np.allclose(np.frombuffer(model.results(Pass([row]))[0], np.float64), expected, atol=1e-5)

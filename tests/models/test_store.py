@@ -211,6 +211,14 @@ def test_path_traversal_in_a_name_is_refused(store: ModelStore, tmp_path: Path, 
         store.remove(name)
 
 
+def test_a_path_without_a_model_is_no_broken_model(store: ModelStore, tmp_path: Path) -> None:
+    """Nobody can pull it again, which is what a broken one is told to be."""
+    for path, why in ((tmp_path, "no model in"), (tmp_path / "nothing", "no folder")):
+        with pytest.raises(ModelNotFound, match=why) as caught:
+            store.resolve(str(path))
+        assert caught.value.hint == "Give a folder that holds config.json and *.safetensors."
+
+
 def test_manifest_cannot_lend_a_folder_another_name(store: ModelStore, installed: Path) -> None:
     known = manifest.load(installed / manifest.FILE_NAME)
     assert known is not None

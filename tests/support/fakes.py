@@ -152,9 +152,10 @@ class FakePool:
             self.cancelled += 1
             raise
 
-    def keep(self, name: str, idle_s: float) -> None:
+    def keep(self, name: str, idle_s: float) -> bool:
         if name in self.loaded:
             self.kept[name] = idle_s
+        return name in self.loaded
 
     def stays_s(self, name: str) -> float:
         return self.kept.get(name, 1800.0)

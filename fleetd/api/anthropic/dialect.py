@@ -31,6 +31,7 @@ class AnthropicError(msgspec.Struct, frozen=True, tag_field="type", tag="error")
 
 class AnthropicDialect(Dialect):
     error_type = AnthropicError
+    addresses = "/v1/messages"
 
     _kinds: ClassVar[Mapping[int, str]] = {
         HTTPStatus.UNAUTHORIZED: "authentication_error",

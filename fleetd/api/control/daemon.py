@@ -196,7 +196,7 @@ def _installed(
                 source=folder.source,
                 architecture=folder.architecture,
                 weights_bytes=folder.weights_bytes,
-                context_tokens=folder.context_tokens,
+                context_tokens=folder.shape.context_tokens,
                 roles=list(entry.roles) if entry is not None else [_use(folder)],
                 path=str(folder.path),
                 loaded=folder.name in loaded,

@@ -27,6 +27,9 @@ Plain = dict[str, Any]
 CacheMark = tuple[int, int]
 
 
+# Types in JSON schemas besides "object".
+_NO_OBJECTS = frozenset({"array", "boolean", "integer", "null", "number", "string"})
+
 # What clients send to stop at. Forms send an empty text for none, also in a list.
 StopText = Annotated[str, Meta(max_length=limits.STOP_STRING_CHARS)]
 StopTexts = Annotated[list[StopText], Meta(max_length=limits.STOP_STRINGS)]
@@ -148,7 +151,19 @@ def _whole_number(text: str) -> int | str:
 
 
 def tool(name: str, description: str | None, parameters: Plain | None, where: str) -> Plain:
-    """A tool that the model may call; ``parameters``: a JSON schema."""
+    """A tool that the model may call; ``parameters``: a JSON schema.
+
+    Raises InvalidValue for a schema that no object follows: what a model wrote by it would be no call.
+    """
+    kinds = (parameters or {}).get("type")
+    if kinds and _NO_OBJECTS.issuperset(
+        str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])
+    ):
+        raise InvalidValue(
+            f"{where}: the arguments of a tool are an object; the schema has the type {kinds!r:.64}.",
+            hint='Give a schema of type "object".',
+            param=where,
+        )
     function: Plain = {"name": name}
     if description is not None:
         function["description"] = description

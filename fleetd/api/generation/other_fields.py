@@ -151,6 +151,23 @@ GROUPS: tuple[FieldGroup, ...] = (
     FieldGroup(
         "who asks", harmless=("request_id", "session_id", "user_id", "safety_identifier", "client_metadata")
     ),
+    FieldGroup(
+        "vectors and scores of texts",
+        {
+            **_all("late_chunking", "raw_scores", "return_multivector"),
+            # Cohere's own defaults, which some clients send.
+            "rank_fields": (None, [], ["text"]),
+            "max_tokens_per_doc": (None, 4096),
+            "max_chunks_per_doc": (None, 10),
+            **dict.fromkeys(("normalize", "normalized", "use_activation", "activation"), _UNLESS_TRUE),
+            **dict.fromkeys(
+                ("output_dtype", "embedding_type", "encoding_type", "embed_dtype"), (None, "float", "float32")
+            ),
+            "embedding_types": (None, [], ["float"]),
+            "truncation_direction": (None, "right", "Right"),
+            "endianness": (None, "native", "little"),
+        },
+    ),
     # Known to some bodies and not to others.
     FieldGroup(
         "fields of a chat, where another body does not have them",
@@ -191,4 +208,12 @@ ELSEWHERE: Mapping[str, str] = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
+    # Those of Voyage, Jina, and Hugging Face's servers.
+    "output_dimension": "dimensions",
+    "truncate_dim": "dimensions",
+    "prompt_name": "input_type",
+    "truncation": "truncate",
+    "top_k": "top_n",
+    "texts": "documents",
+    "return_text": "return_documents",
 }

@@ -18,12 +18,15 @@ REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 
 
 def dialect_of(request: web.Request) -> Dialect:
-    """The dialect of the matched route; the client's own where routes are shared, or none matches."""
+    """The dialect of the matched route; where routes are shared, or none matches, the client's own or else
+    that of the address."""
     route = request.app[ROUTES].get(request.match_info.route)
     if route is not None and not route.shared:
         return route.dialect
     known = request.app[DIALECTS]
-    return next((dialect for dialect in known if dialect.asked_by(request.headers)), known[0])
+    asking = [dialect for dialect in known if dialect.asked_by(request.headers)]
+    asking += [each for each in known if each.addresses and request.path.startswith(each.addresses)]
+    return asking[0] if asking else known[0]
 
 
 def is_open(request: web.Request) -> bool:

@@ -107,6 +107,8 @@ class Dialect(ABC):
 
     #: The struct that ``error`` returns.
     error_type: ClassVar[type[msgspec.Struct]]
+    #: What every address of these clients begins with, if no other dialect has such addresses.
+    addresses: ClassVar[str | None] = None
 
     @abstractmethod
     def error(self, error: FleetError) -> msgspec.Struct:

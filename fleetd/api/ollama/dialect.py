@@ -37,6 +37,7 @@ class NdJson(StreamFormat):
 
 class OllamaDialect(Dialect):
     error_type = OllamaError
+    addresses = "/api/"
 
     def error(self, error: FleetError) -> OllamaError:
         return OllamaError(str(error), error.code)

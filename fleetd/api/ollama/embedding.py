@@ -15,7 +15,7 @@ from fleetd.api.generation.fields import ExactnessField, LocalOnly, Positive
 from fleetd.api.http.body import json_answer, parse, read
 from fleetd.api.http.context import SERVICES
 from fleetd.api.ollama.bodies import KeepAlive, ModelName
-from fleetd.api.ollama.residency import keep
+from fleetd.api.ollama.residency import keep, unload
 from fleetd.api.ollama.translate import keep_alive_s
 from fleetd.api.vectors import answering
 from fleetd.engine.protocol import EmbedTexts
@@ -23,6 +23,8 @@ from fleetd.requests.vectors.job import VectorJob
 from fleetd.requests.vectors.part_answer import Found, floats
 
 _NS = 1_000_000_000
+# Computing any text loads the model.
+_LOADING = "a"
 
 
 class OllamaEmbedFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +38,7 @@ class OllamaEmbedFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaEmbedBody(OllamaEmbedFields, frozen=True, kw_only=True):
-    """One text or several."""
+    """One text or several. Without a text the model is loaded."""
 
     input: str | list[str] = ""
     dimensions: Positive | None = None
@@ -72,7 +74,7 @@ async def embed(request: web.Request) -> web.StreamResponse:
         vectors,
         total_duration=round((time.monotonic() - began_s) * _NS),
         load_duration=round(job.load_s * _NS),
-        prompt_eval_count=job.tokens,
+        prompt_eval_count=job.tokens if found else 0,
     )
     return json_answer(reply, headers=answering.headers(job))
 
@@ -88,16 +90,20 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
 async def _found(
     request: web.Request, body: OllamaEmbedFields, texts: list[str], param: str, dimensions: int | None
 ) -> tuple[VectorJob, list[Found]]:
-    """The vectors of the texts; none for texts of which none says anything, as Ollama has it."""
+    """The vectors of the texts. If none of them says anything, there are none, as Ollama has it: the model is
+    loaded, or with a ``keep_alive`` of 0 unloaded."""
     seconds = keep_alive_s(body.keep_alive)
     work_id = f"ollama-{uuid.uuid4().hex}"
-    work = EmbedTexts(work_id, list(texts), dimensions=dimensions, truncate=body.truncate is not False)
+    given: list[str | list[int]] = list(texts) if any(texts) else [_LOADING]
+    answering.check_texts(given, param)
+    work = EmbedTexts(work_id, given, dimensions=dimensions, truncate=body.truncate is not False)
     job = answering.job(request, work_id, body.model, work, body.local_only, body.exactness)
-    if not any(texts):
+    if seconds == 0 and not any(texts):
+        await unload(request, body.model)
         return job, []
-    answering.check_texts(texts, param)
     try:
-        return job, await answering.whole(request, job)
+        found = await answering.whole(request, job)
+        return job, found if any(texts) else []
     finally:
         # The time begins when the answer ends.
         await keep(request, body.model, seconds)

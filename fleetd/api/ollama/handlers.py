@@ -16,7 +16,7 @@ from fleetd.api.ollama import translate
 from fleetd.api.ollama.bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from fleetd.api.ollama.objects import OllamaFigures
 from fleetd.api.ollama.render import OllamaReplyOptions, OllamaStream, OllamaWhole, reply
-from fleetd.api.ollama.residency import keep
+from fleetd.api.ollama.residency import keep, unload
 from fleetd.engine.protocol import Generate
 
 _NS = 1_000_000_000
@@ -61,10 +61,12 @@ async def _load(request: web.Request, body: OllamaBody, *, chat: bool) -> web.St
     """Nothing to answer: load the model, or with a ``keep_alive`` of 0 unload it. One object either way."""
     seconds = translate.keep_alive_s(body.keep_alive)
     options = _options(request, body, chat=chat)
-    if seconds != 0:
+    if seconds == 0:
+        await unload(request, body.model)
+    else:
         work = translate.loading(body, _name())
         await generate.prompt_tokens(request, _request(request, body, work, "count_tokens", options))
-    await keep(request, body.model, seconds)
+        await keep(request, body.model, seconds)
     took_ns = round(options.elapsed_s() * _NS)
     figures = OllamaFigures(
         done_reason="unload" if seconds == 0 else "load", total_duration=took_ns, load_duration=took_ns

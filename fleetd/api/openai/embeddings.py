@@ -23,7 +23,7 @@ from fleetd.api.http import body as http_body
 from fleetd.api.http.http_stream import HttpStream
 from fleetd.api.vectors import answering
 from fleetd.api.vectors.answering import Instruction
-from fleetd.engine.protocol import EmbedTexts, Loading
+from fleetd.engine.protocol import EmbedTexts, Loading, TextKind
 from fleetd.errors import InvalidValue
 from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.vectors.job import LongJob, TextsDone, VectorJob
@@ -62,9 +62,14 @@ class EmbeddingsBody(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(description="`query` or `document`, for models that put other words before each."),
     ] = None
+    task: Annotated[str | None, Meta(description="Jina's name for `input_type`.")] = None
     instruction: Instruction | None = None
     truncate: Annotated[
-        bool | None, Meta(description="Leave out the end of a text that is too long, instead of refusing it.")
+        bool | Literal["NONE", "END"] | None,
+        Meta(
+            description="Leave out the end of a text that is too long, instead of refusing it; as NVIDIA's "
+            "clients say it, too."
+        ),
     ] = None
     stream: Annotated[bool | None, Meta(description="Send each part as soon as it is computed.")] = None
     local_only: LocalOnly = None
@@ -124,10 +129,10 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
     work = EmbedTexts(
         work_id,
         texts,
-        kind=answering.kind_of(body.input_type, "input_type"),
+        kind=_kind(body),
         dimensions=body.dimensions,
         instruction=body.instruction or "",
-        truncate=bool(body.truncate),
+        truncate=body.truncate in (True, "END"),
     )
     job = answering.job(request, work_id, body.model, work, body.local_only, body.exactness)
     if body.part_of is not None:
@@ -154,6 +159,16 @@ def _texts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
     if len(texts) < len(given) or len({type(each) for each in texts}) > 1:
         raise InvalidValue("input mixes texts and token ids.", hint="Send one form of them.", param="input")
     return texts
+
+
+def _kind(body: EmbeddingsBody) -> TextKind:
+    """Raises InvalidValue for a word that no client uses, and for two that differ."""
+    kind, task = answering.kind_of(body.input_type, "input_type"), answering.kind_of(body.task, "task")
+    if kind and task and kind != task:
+        raise InvalidValue(
+            "input_type and task say different things.", hint="Send one of them.", param="task"
+        )
+    return kind or task
 
 
 async def _streamed(request: web.Request, job: VectorJob, form: str) -> web.StreamResponse:

@@ -97,13 +97,15 @@ class EnginePool:
                     log.info("engine.unload", model=name, reason="idle", idle_s=round(model.first.idle_s))
                     await self.unload(name)
 
-    def keep(self, name: str, idle_s: float) -> None:
+    def keep(self, name: str, idle_s: float) -> bool:
         """Unload a model after so many seconds of idleness, until it is unloaded; infinite is never.
 
-        Nothing is noted of a model that is not loaded.
+        False for a model that is not loaded, of which nothing is noted.
         """
-        if name in self.table.models:
+        loaded = name in self.table.models
+        if loaded:
             self.table.stays_s[name] = idle_s
+        return loaded
 
     def stays_s(self, name: str) -> float:
         """After so many seconds of idleness a model is unloaded; infinite if it stays."""

@@ -87,6 +87,7 @@ class Bert(nn.Module):  # type: ignore[misc]
         x = self.embeddings(texts)
         for layer in self.layers:
             x = layer(x, texts)
+            texts.between_layers(x)
         return x
 
     @staticmethod

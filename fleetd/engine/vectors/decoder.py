@@ -85,6 +85,7 @@ class BidirectionalGemma(CausalDecoder):
         close = texts.near(h.shape[1], self.window) if h.shape[1] - 1 > self.window else None
         for layer in inner.layers:
             h = layer(h, close if layer.self_attn.is_sliding else None, None)
+            texts.between_layers(h)
         return h
 
 

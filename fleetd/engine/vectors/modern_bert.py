@@ -91,6 +91,7 @@ class ModernBert(nn.Module):  # type: ignore[misc]
         x = self.embeddings.norm(self.embeddings.tok_embeddings(texts.tokens))
         for layer in self.layers:
             x = layer(x, texts)
+            texts.between_layers(x)
         found: mx.array = self.final_norm(x)
         return found
 

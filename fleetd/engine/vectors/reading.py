@@ -21,7 +21,7 @@ from fleetd.errors import (
     UnsupportedParameter,
 )
 
-_SHORTER = "Cut it into parts, or let its end be left out."
+_SHORTER = "Cut it into parts, or leave out its end with truncate."
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,11 @@ class TextReader:
         """
         _check_count(len(request.texts), "texts", "input")
         strings = [
-            prompt + _bounded(text, request.truncate) for text in request.texts if isinstance(text, str)
+            prompt + _bounded(text, request.truncate, "input")
+            for text in request.texts
+            if isinstance(text, str)
         ]
-        encoded = iter(self._encoded(strings))
+        encoded = iter(self._encoded(strings, "input"))
         rows = []
         for text in request.texts:
             if isinstance(text, str):
@@ -102,7 +104,9 @@ class TextReader:
         if request.instruction:
             raise UnsupportedParameter("This model takes no instruction.", param="instruction")
         query = self._query(request)
-        documents = self._encoded([_bounded(text, request.truncate) for text in request.documents])
+        documents = self._encoded(
+            [_bounded(text, request.truncate, "documents") for text in request.documents], "documents"
+        )
         both = (self._whole(query, document, request.truncate) for document in documents)
         return [TokenRow(each.ids, each.type_ids) for each in both]
 
@@ -113,8 +117,9 @@ class TextReader:
         room = self.longest - around
         rows = []
         # A word's token may begin with the space before it: what asks is tokenized with what is asked about.
-        for text in self._encoded([asked + _bounded(each, request.truncate) for each in request.documents]):
-            self._check_length(len(text.ids), room, request.truncate)
+        texts = [asked + _bounded(each, request.truncate, "documents") for each in request.documents]
+        for text in self._encoded(texts, "documents"):
+            self._check_length(len(text.ids), room, request.truncate, "documents")
             rows.append(TokenRow([*frame.before, *text.ids[:room], *frame.after]))
         return rows
 
@@ -126,7 +131,7 @@ class TextReader:
                 f"The query has {len(request.query)} characters; {limits.VECTOR_TEXT_CHARS} are the most.",
                 param="query",
             )
-        (query,) = self._encoded([request.query])
+        (query,) = self._encoded([request.query], "query")
         if len(query.ids) + self._special_pair + within >= self.longest:
             raise ContextLengthExceeded(
                 f"The query has {len(query.ids)} tokens; {self.longest} are the most with a document.",
@@ -134,36 +139,36 @@ class TextReader:
             )
         return query
 
-    def _encoded(self, texts: Sequence[str]) -> list[Encoding]:
+    def _encoded(self, texts: Sequence[str], param: str) -> list[Encoding]:
         """Each text by itself, with nothing around it."""
         try:
             found: list[Encoding] = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
         except UnicodeEncodeError as error:
-            raise InvalidValue("A text has half of a surrogate pair.", param="input") from error
+            raise InvalidValue("A text has half of a surrogate pair.", param=param) from error
         return found
 
     def _whole(self, query: Encoding | None, text: Encoding, truncate: bool) -> Encoding:
         """A text with what the model's format puts around it, behind the query if there is one."""
         around = self._special if query is None else self._special_pair + len(query.ids)
         room = self.longest - around
-        self._check_length(len(text.ids), room, truncate)
+        self._check_length(len(text.ids), room, truncate, "input" if query is None else "documents")
         if len(text.ids) > room:
             text.truncate(room)
         if query is None:
             return self.tokenizer.post_process(text, None, True)
         return self.tokenizer.post_process(query, text, True)
 
-    def _check_length(self, tokens: int, room: int, truncate: bool) -> None:
+    def _check_length(self, tokens: int, room: int, truncate: bool, param: str) -> None:
         if tokens > room and not truncate:
             around = self.longest - room
             raise ContextLengthExceeded(
                 f"A text has {tokens + around} tokens; this model reads {self.longest}.",
                 hint=_SHORTER,
-                param="input",
+                param=param,
             )
 
     def _checked(self, ids: Sequence[int], truncate: bool) -> list[int]:
-        self._check_length(len(ids), self.longest, truncate)
+        self._check_length(len(ids), self.longest, truncate, "input")
         odd = next((token for token in ids if token >= self.vocab_size), None)
         if odd is not None:
             raise InvalidValue(
@@ -186,12 +191,12 @@ def _check_count(count: int, what: str, param: str) -> None:
         raise BadRequest(f"{count} {what} are more than {limits.VECTOR_PART_TEXTS}.", param=param)
 
 
-def _bounded(text: str, truncate: bool) -> str:
+def _bounded(text: str, truncate: bool, param: str) -> str:
     """A text, or as much of it as can matter: tokenizing takes a hundred times a text's own memory."""
     if len(text) > limits.VECTOR_TEXT_CHARS and not truncate:
         raise ContextLengthExceeded(
             f"A text has {len(text)} characters; {limits.VECTOR_TEXT_CHARS} are the most.",
             hint=_SHORTER,
-            param="input",
+            param=param,
         )
     return text[: limits.VECTOR_TEXT_CHARS]

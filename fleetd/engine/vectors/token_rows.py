@@ -8,7 +8,7 @@ Products and norms take all rows at once. Attention takes a run at a time: texts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -36,11 +36,20 @@ class Run(NamedTuple):
         return self.start + self.texts * self.length
 
 
+Between = Callable[[mx.array], None]
+
+
+def _goes_on(states: mx.array) -> None:
+    """A pass that nothing holds up."""
+
+
 @dataclass
 class Pass:
     """Texts that are computed together, the shorter ones first."""
 
     rows: Sequence[TokenRow]
+    # What encoders call with their states after each layer: a pass may be held up there.
+    between_layers: Between = _goes_on
     runs: list[Run] = field(init=False)
     ends: list[int] = field(init=False)
     _near: dict[tuple[int, int], mx.array] = field(default_factory=dict, init=False)

@@ -32,7 +32,7 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.vectors.modules import VectorModule, lazy_module, yes_no_rows
 from fleetd.engine.vectors.reading import TextReader
 from fleetd.engine.vectors.rerank_heads import YesNoHead
-from fleetd.engine.vectors.token_rows import TokenRow
+from fleetd.engine.vectors.token_rows import Pass, TokenRow
 from fleetd.engine.vectors.vector_model import FRAME, Embedder, Reranker, VectorModel
 from fleetd.models import catalog
 from fleetd.models.vector_files import VectorRecipe, longest_text, recipe
@@ -132,7 +132,7 @@ def _pace(model: VectorModel, longest: int) -> float:
     """How many tokens per second the model reads, in texts as long as paragraphs."""
     length = min(_MEASURED_TOKENS, longest)
     texts = [TokenRow([1] * length)] * (limits.VECTOR_MEASURED_TOKENS // length)
-    model.results(texts[:1])
+    model.results(Pass(texts[:1]))
     begun = time.perf_counter()
-    model.results(texts)
+    model.results(Pass(texts))
     return len(texts) * length / (time.perf_counter() - begun)

@@ -7,7 +7,9 @@ cancel, and a request with one short text, never wait for more than one pass. Re
 taken from only while there are no others.
 
 While another worker of this machine reads a chat's prompt, one pass a second begins, half as long as usual:
-the chat has the machine, and vectors do not come to a stop.
+the chat has the machine, and vectors do not come to a stop. A long pass that is under way then is held up for
+a second between two of its layers: at the low priority of its process it would take a part of a core until
+the prompt is read, and the prompt waits for its slowest core.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 import queue
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,6 +37,7 @@ from fleetd.engine.protocol import (
     StreamTag,
     Usage,
 )
+from fleetd.engine.vectors.token_rows import Pass
 from fleetd.engine.vectors.vector_model import VectorModel, VectorRequest
 
 # How far the pace of one pass moves what is expected of the next.
@@ -83,33 +87,70 @@ class VectorTask:
         self._results[index] = result
 
 
+@dataclass
+class _Holding:
+    """Holds one pass up, once, if prompts are read that were not when it began.
+
+    ``held_s``: for how many seconds; None if it was not.
+    """
+
+    alone: threading.Event
+    wait: Callable[[threading.Event, float], object]
+    held_s: float | None = None
+
+    def between(self, states: mx.array) -> None:
+        # What is not computed yet would be computed meanwhile.
+        mx.eval(states)
+        if self.held_s is not None or self.alone.is_set():
+            return
+        begun = time.perf_counter()
+        self.wait(self.alone, limits.VECTOR_YIELD_S)
+        self.held_s = time.perf_counter() - begun
+
+
 @dataclass(kw_only=True)
 class VectorLoop:
-    """Everything here runs on one thread, but for ``tell``, ``put_stream`` and ``stop``."""
+    """Everything here runs on one thread, but for ``tell``, ``put_stream`` and ``stop``.
+
+    ``wait``: waits for an event for so many seconds at most.
+    """
 
     model: VectorModel
     # How many the model reads in a second, as measured at its load; passes correct it.
     tokens_per_s: float
     emit: Callable[[Report], None]
     monotonic: Callable[[], float] = time.monotonic
+    wait: Callable[[threading.Event, float], object] = threading.Event.wait
     steps: int = field(default=0, init=False)
     _tasks: list[VectorTask] = field(default_factory=list, init=False)
     _items: queue.SimpleQueue[Item | None] = field(default_factory=queue.SimpleQueue, init=False)
     _heartbeat_at: float = field(default=0.0, init=False)
-    # True while other workers read prompts of chats; and when the last pass ended.
-    _yields: bool = field(default=False, init=False)
+    # Set unless other workers read prompts of chats; and when the last pass ended.
+    _alone: threading.Event = field(default_factory=threading.Event, init=False)
     _passed_at: float = field(default=-math.inf, init=False)
+
+    def __post_init__(self) -> None:
+        self._alone.set()
 
     # ---- from other threads ----------------------------------------------------------------------------
 
     def tell(self, item: Item) -> None:
+        if isinstance(item, PromptsRead):  # which a pass that is under way has to know
+            self._tell_of_prompts(item.reading)
         self._items.put(item)
+
+    def _tell_of_prompts(self, reading: bool) -> None:
+        if reading:
+            self._alone.clear()
+        else:
+            self._alone.set()
 
     def put_stream(self, tag: StreamTag, sock: socket.socket) -> None:
         """No stream leads here."""
         sock.close()
 
     def stop(self) -> None:
+        self._tell_of_prompts(False)
         self._items.put(None)
 
     # ---- the loop --------------------------------------------------------------------------------------
@@ -157,7 +198,7 @@ class VectorLoop:
     @property
     def _waits_s(self) -> float:
         """Seconds until a pass may begin."""
-        if not self._yields:
+        if self._alone.is_set():
             return 0.0
         return max(0.0, self._passed_at + limits.VECTOR_YIELD_S - self.monotonic())
 
@@ -173,20 +214,23 @@ class VectorLoop:
                 for task in [task for task in self._tasks if task.id == request_id]:
                     self._tasks.remove(task)
                     self.emit(Finished(request_id, "cancelled"))
-            case PromptsRead(reading):
-                self._yields = reading
             case FreeMemory():
                 mx.clear_cache()
                 self._heartbeat_at = 0.0
             case _:
-                pass  # for workers that write text
+                pass  # what only had to end a wait, or is for workers that write text
 
     def _pass(self) -> None:
         texts = self._next_texts()
         rows = [task.asked.rows[index] for task, index in texts]
+        tokens = sum(len(row.tokens) for row in rows)
+        # A short one is over sooner than it is held up, and would only take longer for being stopped between.
+        long = tokens >= self.tokens_per_s * limits.VECTOR_PASS_S / 2
+        holding = _Holding(self._alone, self.wait)
+        group = Pass(rows, holding.between) if long and self._alone.is_set() else Pass(rows)
         begun = time.perf_counter()
         try:
-            results = self.model.results(rows)
+            results = self.model.results(group)
         except Exception as error:
             for task in {id(task): task for task, _ in texts}.values():
                 self._tasks.remove(task)
@@ -194,7 +238,7 @@ class VectorLoop:
             return
         finally:
             self.steps += 1
-        pace = sum(len(row.tokens) for row in rows) / max(time.perf_counter() - begun, 1e-6)
+        pace = tokens / max(time.perf_counter() - begun - (holding.held_s or 0), 1e-6)
         self.tokens_per_s += _LEARNED * (pace - self.tokens_per_s)
         for (task, index), result in zip(texts, results, strict=True):
             task.put(index, result)
@@ -206,7 +250,7 @@ class VectorLoop:
     def pass_tokens(self) -> int:
         """Tokens of a pass that takes about ``limits.VECTOR_PASS_S``, beside a prompt half of that."""
         least, most = limits.VECTOR_PASS_TOKENS
-        seconds = limits.VECTOR_PASS_S / 2 if self._yields else limits.VECTOR_PASS_S
+        seconds = limits.VECTOR_PASS_S if self._alone.is_set() else limits.VECTOR_PASS_S / 2
         return min(most, max(least, int(self.tokens_per_s * seconds)))
 
     def _next_texts(self) -> list[tuple[VectorTask, int]]:

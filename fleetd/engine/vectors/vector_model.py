@@ -51,8 +51,8 @@ class VectorModel:
         """Tokenize a request's texts. Raises BadRequest; ModelUnsupported if the model is for other work."""
         raise NotImplementedError
 
-    def results(self, texts: Sequence[TokenRow]) -> list[bytes]:
-        """What is told of each text of a pass, the shorter ones first: it depends on that text alone."""
+    def results(self, group: Pass) -> list[bytes]:
+        """What is told of each text of a pass: it depends on that text alone."""
         raise NotImplementedError
 
     def report(self, asked: VectorRequest, results: Sequence[bytes]) -> TextsEmbedded | TextsReranked:
@@ -88,8 +88,7 @@ class Embedder(VectorModel):
             raise UnsupportedParameter("This model takes no instruction.", param="instruction")
         return _INSTRUCTION.sub(lambda _: request.instruction, told, count=1)
 
-    def results(self, texts: Sequence[TokenRow]) -> list[bytes]:
-        group = Pass(texts)
+    def results(self, group: Pass) -> list[bytes]:
         vectors = pooled(self.module(group), group, self.recipe.pooling)
         vectors = self.module.densed(vectors)
         if self.recipe.normalized:
@@ -124,8 +123,7 @@ class Reranker(VectorModel):
         asked = asking(request.instruction or _TASK, request.query)
         return VectorRequest(request, self.reader.framed(request, asked, self.frame))
 
-    def results(self, texts: Sequence[TokenRow]) -> list[bytes]:
-        group = Pass(texts)
+    def results(self, group: Pass) -> list[bytes]:
         logits = self.head(self.module(group), group)
         return [np.float64(score).tobytes() for score in sigmoid(logits)]
 
