@@ -186,7 +186,7 @@ def _describe(
             nodes=[here, *others.get(folder.name, [])],
             tools=able.shown_tools,
             thinking=able.thinking,
-images=folder.images,
+            images=folder.images,
             purpose=shape.purpose,
             vector_width=shape.vector_width,
         ),
