@@ -36,6 +36,7 @@ from fleetd.errors import (
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan.affinity import BLOCK_CHARS, Affinity, SessionPlaces
+from fleetd.plan.chip_speeds import compiles_late
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.fetch_speeds import FetchSpeed, FetchSpeeds
 from fleetd.plan.prefill.options import PrefillOption
@@ -372,8 +373,8 @@ class Members:
         took_s: float,
     ) -> None:
         """What a part of a prompt took; ``expected_s`` and ``token_s`` by the machine's own figures."""
-        of = CorrectedWork(node_id, model, work)
-        self.corrections.ran(of, token_s, self._monotonic(), expected_s=expected_s, took_s=took_s)
+        of, now_s, late = CorrectedWork(node_id, model, work), self._monotonic(), self._compiles(node_id)
+        self.corrections.ran(of, token_s, now_s, expected_s=expected_s, took_s=took_s, compiles=late)
 
     def waited(
         self, node_id: str, model: str, token_s: float, work: PromptWork, *, expected_s: float, took_s: float
@@ -383,8 +384,14 @@ class Members:
         count: requests take some time besides computing.
         """
         took_s = max(expected_s, took_s - limits.ANSWER_OVERHEAD_S)
-        of, now_s = CorrectedWork(node_id, model, work), self._monotonic()
-        self.corrections.ran(of, token_s, now_s, expected_s=expected_s, took_s=took_s, seen_here=True)
+        of, now_s, late = CorrectedWork(node_id, model, work), self._monotonic(), self._compiles(node_id)
+        self.corrections.ran(
+            of, token_s, now_s, expected_s=expected_s, took_s=took_s, seen_here=True, compiles=late
+        )
+
+    def _compiles(self, node_id: str) -> bool:
+        found = self._member(node_id)
+        return found is not None and compiles_late(found.card.machine.accelerator)
 
     def fetch_speed(self, node_id: str, link: LinkSpeed, bytes_per_s: float, cached: float) -> FetchSpeed:
         """How fast blocks come from a machine; see ``FetchSpeeds.speed``."""
