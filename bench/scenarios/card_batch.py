@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.figures import Figure, Taking
 from bench.harness import card_models, prompts
+from bench.harness.card_parts import Parts
 from bench.harness.child import Child
 from bench.harness.client import Heard
 from bench.harness.daemon import MODEL, Daemon
@@ -27,15 +27,14 @@ Ask = Callable[[Sequence[list[int]], int], list[Heard]]
 
 
 def measure(runs: int) -> Taking:
-    return Taking(_all(runs), _HOW)
+    parts = Parts()
+    return Taking(parts.of(_all(parts, runs)), _HOW)
 
 
-def _all(runs: int) -> Iterator[Figure]:
+def _all(parts: Parts, runs: int) -> Iterator[Figure]:
     for name in NAMES:
-        try:
+        with parts.part(name):
             yield from _model(name, runs)
-        except Exception:  # one model's boundary: the next one may work
-            traceback.print_exc()
 
 
 def _model(name: str, runs: int) -> Iterator[Figure]:

@@ -566,6 +566,11 @@ def test_kernels_that_are_compiled_at_their_first_use_make_no_machine_seem_slow(
     assert members.correction("studio", DIGEST, speed, "score") == factor
     members.waited("studio", DIGEST, speed.token_s, "decode", expected_s=4.0, took_s=54.0)
     assert (members.correction("studio", DIGEST, speed, "decode") > 1) == (accelerator != "cuda")
+    members.late("studio", "score")
+    assert bool(members.failure("studio", "score")) == (accelerator != "cuda")
+    for work in ("score", "fetch"):
+        members.late("studio", work)
+        assert members.failure("studio", work)
 
 
 # ---- ranks that wait -------------------------------------------------------------------------------------

@@ -171,6 +171,8 @@ class Members:
         self.affinity = Affinity(os.urandom(16))
         self.sessions = SessionPlaces(os.urandom(16))
         self.corrections = SpeedCorrections()
+        # Machines that were late once because kernels were compiled, and the kind of work.
+        self._forgiven = set[tuple[str, Work]]()
         self._fetch_speeds = FetchSpeeds()
         self.backoff = PeerBackoff()
         self.unaided = unaided
@@ -284,7 +286,11 @@ class Members:
             self.backoff.refused(node_id, work, error.code, now_s, most_s, model=model)
 
     def late(self, node_id: str, work: Work) -> None:
-        """Leave a machine out of this kind of work for a while: it took too long."""
+        """Leave a machine out of this kind of work for a while: it took too long. The first time is forgiven
+        if the machine compiles kernels late: they are there when it is asked again."""
+        if work != "fetch" and self._compiles(node_id) and (node_id, work) not in self._forgiven:
+            self._forgiven.add((node_id, work))
+            return
         self.backoff.failed(node_id, work, "timeout", self._monotonic(), this_work_only=True)
         self._proven.discard(node_id)
 
