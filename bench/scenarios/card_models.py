@@ -31,9 +31,7 @@ STEPS: Mapping[str, Mapping[str, float]] = {
 # Of the smallest models of each kind: their verdicts are had soonest. mlx-lm has the kernel of running states
 # for Metal only; elsewhere it goes token by token.
 VERDICTS: Mapping[str, Mapping[str, float]] = {
-    f"{shape}-{bits}": {"widths": 4.0}
-    for bits in ("bf16", "4bit")
-    for shape in ("sliding-1b", "hybrid-0.8b", "dense-0.6b")
+    f"{shape}-{bits}": {"widths": 4.0} for bits in ("bf16", "4bit") for shape in ("sliding-1b", "hybrid-0.8b")
 }
 # Of tiny models, whose figures mean nothing.
 _SMALL_SHARE = 0.05
@@ -190,7 +188,7 @@ _HOW = (
 )
 
 _HOW_VERDICTS = (
-    "The smallest well-known shapes with sliding windows, with running states and with neither, random "
-    "weights, in bfloat16 and 4 bits: load with the exactness probe, and every width of a pass behind "
+    "The smallest well-known shapes with sliding windows and with running states, random weights, in "
+    "bfloat16 and 4 bits: load with the exactness probe, and every width of a pass behind "
     "contexts at which kernels change, as `python -m fleetd.proof` has them."
 )

@@ -159,6 +159,16 @@ def test_answers_at_once_are_counted_from_the_first_token_of_any_to_the_last() -
     assert early.rate == 10.0
 
 
+@pytest.mark.parametrize(("pieces", "told"), [(1, False), (2, False), (8, True), (30, True)])
+def test_an_answer_whose_text_came_at_once_has_no_rate(pieces: int, told: bool) -> None:
+    heard = Heard(0.0, 0.0, text_s=[float(n) for n in range(pieces)], usage={"completion_tokens": 32})
+    if told:
+        assert card_batch.timed(heard) is heard
+    else:
+        with pytest.raises(NotMeasured, match=f"32 tokens came as {pieces} pieces"):
+            card_batch.timed(heard)
+
+
 def test_families_that_make_their_models_ask_no_network() -> None:
     without = {name for name in FAMILIES if not needs_default_model(name)}
     assert without >= {"demo", "host-time", "card-models", "card-verdicts", "card-batch"}
