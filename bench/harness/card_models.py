@@ -19,9 +19,10 @@ TOKENIZER = ("config.json", "tokenizer.json", "tokenizer_config.json")
 BITS = {"bf16": 0, "4bit": 4}
 # Of an H100: bytes a second that its memory gives, and operations with bfloat16.
 CARD_BYTES_S, CARD_OPS_S = 3.0e12, 790e12
-# What makes a model small enough to try a measurement on a CPU.
+# What makes a model small enough to try a measurement on a CPU. Widths keep their order: a model that scores has
+# to cost less than one that answers.
+_SMALL_WIDTH, _WIDTHS = 8, 64
 _SMALL = {
-    "hidden_size": 128,
     "intermediate_size": 256,
     "moe_intermediate_size": 64,
     "num_hidden_layers": 6,
@@ -46,7 +47,9 @@ class Shape:
     config: Mapping[str, Any]
 
     def small(self) -> Shape:
-        return Shape(self.module, {k: _SMALL.get(k, v) for k, v in self.config.items()})
+        width = max(2 * _WIDTHS, self.config["hidden_size"] // _SMALL_WIDTH // _WIDTHS * _WIDTHS)
+        small = _SMALL | {"hidden_size": width}
+        return Shape(self.module, {k: small.get(k, v) for k, v in self.config.items()})
 
 
 def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool, **more: Any) -> Shape:
