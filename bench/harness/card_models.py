@@ -19,8 +19,8 @@ TOKENIZER = ("config.json", "tokenizer.json", "tokenizer_config.json")
 BITS = {"bf16": 0, "4bit": 4}
 # Of an H100: bytes a second that its memory gives, and operations with bfloat16.
 CARD_BYTES_S, CARD_OPS_S = 3.0e12, 790e12
-# What makes a model small enough to try a measurement on a CPU. Widths keep their order: a model that scores has
-# to cost less than one that answers.
+# What makes a model small enough to try a measurement on a CPU. Widths keep their order: a model that scores
+# has to cost less than one that answers.
 _SMALL_WIDTH, _WIDTHS = 8, 64
 _SMALL = {
     "intermediate_size": 256,
