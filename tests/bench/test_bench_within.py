@@ -140,15 +140,17 @@ def test_a_step_that_fails_ends_alone_and_the_script_says_which(tmp_path: Path) 
         "step card-nccl",
     ]
     assert done.stderr.strip().endswith("not proved: card-batch (1)")
-    assert (tmp_path / "out" / "card-nccl.log").read_text() == "step card-nccl\n"
+    told = (tmp_path / "out" / "steps.log").read_text()
+    assert told.endswith("== card-nccl (at most 30 s)\nstep card-nccl\n")
 
 
 def test_nothing_of_an_earlier_run_looks_like_a_figure_of_this_one(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    for name in ("benchmarks.json", "benchmarks.md", "card-smart.log"):
+    for name in ("benchmarks.json", "benchmarks.md", "steps.log"):
         (tmp_path / "out" / name).write_text("earlier")
     assert script(tmp_path, "card-nccl").returncode == 0
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["card-nccl.log", "gpu.txt"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["gpu.txt", "steps.log"]
+    assert "earlier" not in (tmp_path / "out" / "steps.log").read_text()
 
 
 def test_a_script_without_time_begins_no_step(tmp_path: Path) -> None:
