@@ -22,9 +22,11 @@ SCORER = "dense-0.6b-bf16"
 TARGETS = ("dense-8b-4bit", "moe-30b-a3b-4bit")
 RATIO = 0.2
 # Of all targets together; no prompt is begun that would probably end later.
-_BUDGET_S = 150.0
+_BUDGET_S = 240.0
 # What is late once is left out for half a minute at most.
 _FIRST_WITHIN_S, _FIRST_POLL_S = 60.0, 1.0
+# Codes of a plan that takes longer than to read the whole prompt.
+_LONGER = ("slower", "margin")
 # From one length to the next: twice the tokens, and up to four times the attention.
 _GROWTH = 4.0
 _NEEDLE = " Marta Ellison wrote the number 48213 on the brass plaque of the observatory. "
@@ -63,7 +65,8 @@ def _target(parts: Parts, target: str, lengths: tuple[int, ...], runs: int, ends
             _ask(daemon, model, 1, 600, smart=False)
         # Kernels are compiled at their first use.
         _ask(daemon, target, 2, lengths[0], smart=False)
-        _first_scores(daemon, target, lengths[0])
+        with parts.part(f"{target}, the first scores"):
+            _first_scores(daemon, target, lengths[0])
         took_s = 0.0
         for length in lengths:
             if time.perf_counter() + _GROWTH * took_s > ends:
@@ -75,8 +78,12 @@ def _target(parts: Parts, target: str, lengths: tuple[int, ...], runs: int, ends
 
 
 def _first_scores(daemon: Daemon, target: str, length: int) -> None:
-    """Ask until a prompt is shortened: scores that compile kernels come too late for theirs. Raises
-    RuntimeError if none is within a while."""
+    """Ask until a prompt is shortened: scores that compile kernels come too late for theirs.
+
+    Raises:
+        NotMeasured: it would be read sooner whole, which asking again does not change.
+        RuntimeError: none is shortened within a while.
+    """
     seeds, why = itertools.count(3), ""
 
     def scored() -> bool:
@@ -85,6 +92,8 @@ def _first_scores(daemon: Daemon, target: str, length: int) -> None:
             shortened(_ask(daemon, target, next(seeds), length, smart=True).said)
         except NotMeasured as error:
             why = str(error)
+            if any(f": {code}: " in why for code in _LONGER):
+                raise
             return False
         return True
 
