@@ -25,7 +25,7 @@ _LAST_TRACES = 5
 SCORES_NOTHING = Profile([], 0)
 
 
-class Parts:
+class MeasuredParts:
     """Parts of a measurement, each of which may fail alone: what failed is printed to stderr and told at the
     end, so that a measurement which lacks a part never looks like a whole one."""
 

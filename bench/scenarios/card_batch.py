@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench.figures import Figure, NotMeasured, Taking
 from bench.harness import card_models, prompts
-from bench.harness.card_parts import Parts
+from bench.harness.card_parts import MeasuredParts
 from bench.harness.child import Child
 from bench.harness.client import Heard
 from bench.harness.daemon import MODEL, Daemon
@@ -29,11 +29,11 @@ Ask = Callable[[Sequence[list[int]], int], list[Heard]]
 
 
 def measure(runs: int) -> Taking:
-    parts = Parts()
+    parts = MeasuredParts()
     return Taking(parts.of(_all(parts, runs)), _HOW)
 
 
-def _all(parts: Parts, runs: int) -> Iterator[Figure]:
+def _all(parts: MeasuredParts, runs: int) -> Iterator[Figure]:
     for name in NAMES:
         with parts.part(name):
             yield from _model(name, runs)

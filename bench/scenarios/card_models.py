@@ -13,7 +13,7 @@ import msgspec
 
 from bench.figures import Figure, Taking
 from bench.harness import card_models
-from bench.harness.card_parts import Parts
+from bench.harness.card_parts import MeasuredParts
 from fleetctl.doctor import prove
 from fleetd.control.hardware_proof import HardwareProof, SpeedProof, WidthProof
 
@@ -50,11 +50,11 @@ def verdicts(runs: int) -> Taking:
 
 def _taking(models: Mapping[str, Mapping[str, float]], how: str, runs: int) -> Taking:
     del runs  # each step takes as many as its time allows
-    parts = Parts()
+    parts = MeasuredParts()
     return Taking(parts.of(_all(parts, models)), how)
 
 
-def _all(parts: Parts, models: Mapping[str, Mapping[str, float]]) -> Iterator[Figure]:
+def _all(parts: MeasuredParts, models: Mapping[str, Mapping[str, float]]) -> Iterator[Figure]:
     for name, steps in models.items():
         with parts.part(name):
             begun = time.monotonic()
@@ -68,7 +68,7 @@ def _all(parts: Parts, models: Mapping[str, Mapping[str, float]]) -> Iterator[Fi
                 yield from figures(name, prove.run(command, sys.stderr, _LIMIT_S), steps, parts)
 
 
-def figures(name: str, lines: Iterable[str], wanted: Iterable[str], parts: Parts) -> Iterator[Figure]:
+def figures(name: str, lines: Iterable[str], wanted: Iterable[str], parts: MeasuredParts) -> Iterator[Figure]:
     """Of each line of a proof as it comes. A step that failed, was skipped, gave no figure or never came is
     missed."""
     model, left = None, ["load", *wanted]

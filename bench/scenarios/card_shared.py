@@ -14,7 +14,7 @@ from bench.figures import Figure, NotMeasured, Taking, ratios
 from bench.harness import card_models, prompts
 from bench.harness.card_parts import (
     SCORES_NOTHING,
-    Parts,
+    MeasuredParts,
     digests,
     keep_profile,
     traced,
@@ -44,11 +44,11 @@ def _lengths() -> tuple[int, ...]:
 
 
 def measure(runs: int) -> Taking:
-    parts = Parts()
+    parts = MeasuredParts()
     return Taking(parts.of(_figures(parts, runs)), _HOW)
 
 
-def _figures(parts: Parts, runs: int) -> Iterator[Figure]:
+def _figures(parts: MeasuredParts, runs: int) -> Iterator[Figure]:
     models = card_models.made(*MODELS)
     small, large = MODELS
     with parts.part(f"{small}, shared"):
@@ -98,7 +98,7 @@ class Pair(Fleet):
 # ---- Shared ----------------------------------------------------------------------------------------------
 
 
-def _all_shared(parts: Parts, models: Path, model: str, runs: int) -> Iterator[Figure]:
+def _all_shared(parts: MeasuredParts, models: Path, model: str, runs: int) -> Iterator[Figure]:
     settings = {"FLEETD_CACHE_DISK": "off", "FLEETD_ENGINE_PREFIX_CACHE_BYTES": "1"}
     with Pair(models, [model], settings, {}) as pair:
         _warm(pair, model)
@@ -116,7 +116,7 @@ def _warm(pair: Pair, model: str) -> None:
     pair.until_priced(HOME, [HELPER], _lengths()[0], model, _WITHIN_S)
 
 
-def _length(parts: Parts, pair: Pair, model: str, length: int, runs: int) -> Iterator[Figure]:
+def _length(parts: MeasuredParts, pair: Pair, model: str, length: int, runs: int) -> Iterator[Figure]:
     seen, title = Samples(), f"{model}, {length:,} tokens"
     texts: list[str] = []
     wanted = [prompts.tokens(MODEL, 72_000 + length + run, length) for run in range(runs)]
@@ -189,7 +189,7 @@ def _shared_figures(title: str, kind: str, traces: list[Trace], seen: Samples) -
 # ---- Fetched ---------------------------------------------------------------------------------------------
 
 
-def _all_fetched(parts: Parts, models: Path, model: str, runs: int) -> Iterator[Figure]:
+def _all_fetched(parts: MeasuredParts, models: Path, model: str, runs: int) -> Iterator[Figure]:
     settings = {"FLEETD_CACHE_QUOTA_BYTES": str(24 * limits.GIB)}
     with Pair(models, [model], settings, {}) as pair:
         for name in (HELPER, HOME):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from bench.figures import Figure, NotMeasured, Taking, ratios
 from bench.harness import card_models, prompts, smart_chats
-from bench.harness.card_parts import SCORES_NOTHING, Parts, digests, keep_profile
+from bench.harness.card_parts import SCORES_NOTHING, MeasuredParts, digests, keep_profile
 from bench.harness.daemon import MODEL, Daemon
 from bench.harness.samples import Samples, wait_for
 from bench.harness.smart_chats import Answered, Shortened, shortened
@@ -39,18 +39,20 @@ def _lengths() -> tuple[int, ...]:
 
 
 def measure(runs: int) -> Taking:
-    parts = Parts()
+    parts = MeasuredParts()
     return Taking(parts.of(_figures(parts, runs)), _HOW)
 
 
-def _figures(parts: Parts, runs: int) -> Iterator[Figure]:
+def _figures(parts: MeasuredParts, runs: int) -> Iterator[Figure]:
     begun, lengths = time.perf_counter(), _lengths()
     for target in TARGETS:
         with parts.part(target):
             yield from _target(parts, target, lengths, runs, begun + _BUDGET_S)
 
 
-def _target(parts: Parts, target: str, lengths: tuple[int, ...], runs: int, ends: float) -> Iterator[Figure]:
+def _target(
+    parts: MeasuredParts, target: str, lengths: tuple[int, ...], runs: int, ends: float
+) -> Iterator[Figure]:
     models = card_models.made(SCORER, target)
     known = digests(models, SCORER, target)
     with Daemon(

@@ -11,7 +11,7 @@ import psutil
 
 from bench.figures import Figure, Taking, alternated, at_least, at_most, ratios
 from bench.harness import card_models, prompts, random_gguf
-from bench.harness.card_parts import Parts
+from bench.harness.card_parts import MeasuredParts
 from bench.harness.child import ROOT, Child
 from bench.harness.daemon import MODEL, Daemon
 from bench.harness.gguf_file import gguf
@@ -35,11 +35,11 @@ _CACHE = ROOT / ".cache" / "bench"
 
 
 def measure(runs: int) -> Taking:
-    parts = Parts()
+    parts = MeasuredParts()
     return Taking(parts.of(_figures(parts, runs)), _HOW)
 
 
-def _figures(parts: Parts, runs: int) -> Iterator[Figure]:
+def _figures(parts: MeasuredParts, runs: int) -> Iterator[Figure]:
     with parts.part("the default model"):
         yield from _default(runs)
     with parts.part("the first token after a second load"):

@@ -10,7 +10,7 @@ import pytest
 from bench.families import FAMILIES, needs_default_model
 from bench.figures import Figure, NotMeasured
 from bench.harness import card_models
-from bench.harness.card_parts import Parts
+from bench.harness.card_parts import MeasuredParts
 from bench.harness.client import Heard
 from bench.scenarios import card_batch
 from bench.scenarios.card_models import STEPS, VERDICTS, Verdict, figures
@@ -46,9 +46,9 @@ def loaded(said: str = EXACT, device: str = "cuda") -> str:
     return line("load", model=model, machine=MachineProof(accelerator="a card", device=device))
 
 
-def taken(*lines: str, name: str = "dense-4b-bf16", parts: Parts | None = None) -> dict[str, Figure]:
+def taken(*lines: str, name: str = "dense-4b-bf16", parts: MeasuredParts | None = None) -> dict[str, Figure]:
     steps = [*BUDGETS_S]
-    found = figures(name, lines, steps, parts or Parts())
+    found = figures(name, lines, steps, parts or MeasuredParts())
     return {figure.title.removeprefix(f"{name}: "): figure for figure in found}
 
 
@@ -123,7 +123,7 @@ def test_a_step_that_failed_or_was_skipped_gives_no_row_and_is_told(
     assert taken('{"began": "load"}', line("load", error="MemoryError")) == {}
     begun = len(taken(loaded()))
     lines = [loaded(), line("shared", error="RuntimeError"), line("widths", skipped="not available")]
-    parts = Parts()
+    parts = MeasuredParts()
     assert len(taken(*lines, line("chunks", chunks=[]), '{"began": "decode"}', parts=parts)) == begun
     told = capsys.readouterr().err
     assert "load: MemoryError" in told

@@ -15,7 +15,7 @@ from bench.children import planned_daemon
 from bench.families import FAMILIES
 from bench.figures import Figure, Measured, NotMeasured, Result, Taking
 from bench.harness import card_models, smart_chats
-from bench.harness.card_parts import Parts
+from bench.harness.card_parts import MeasuredParts
 from bench.harness.child import ROOT
 from bench.harness.smart_chats import Answered
 from bench.scenarios import card_helper, card_nccl, card_shared, card_smart
@@ -60,7 +60,7 @@ def test_a_declined_smart_prefill_yields_no_row_and_an_error_that_says_why(
 ) -> None:
     monkeypatch.setattr(card_smart, "_ask", lambda *_, smart: Answered(1.0, said if smart else {}))
 
-    parts = Parts()
+    parts = MeasuredParts()
 
     def figures() -> Iterator[Figure]:
         with parts.part("16,000 tokens"):
@@ -97,7 +97,7 @@ def test_the_first_scores_are_asked_for_until_a_prompt_is_shortened(monkeypatch:
 def test_a_part_that_fails_leaves_the_next_one_but_not_the_end_of_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    parts = Parts()
+    parts = MeasuredParts()
 
     def figures(error: BaseException) -> Iterator[Figure]:
         with parts.part("one of them"):
@@ -148,7 +148,7 @@ def test_a_family_that_lacks_a_part_is_kept_as_cut_and_replaces_no_whole_one(
     kept = tmp_path / "benchmarks.json"
 
     def measured(count: int, missed: bool) -> bool:
-        parts = Parts()
+        parts = MeasuredParts()
 
         def found() -> Iterator[Figure]:
             if missed:
