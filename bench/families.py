@@ -425,6 +425,13 @@ FAMILIES = {
         card_models.measure,
         ("fleetd/proof", *_WORKER, "fleetd/engine/shared_prefill", *_scenario("card_models")),
     ),
+    "card-verdicts": Family(
+        "Whether blocks have the bytes of single steps, on an accelerator",
+        1,
+        1,
+        card_models.verdicts,
+        ("fleetd/proof", *_WORKER, *_scenario("card_models")),
+    ),
     "card-batch": Family(
         "Several answers at once on an accelerator",
         2,

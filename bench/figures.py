@@ -64,6 +64,10 @@ class Taking(NamedTuple):
     how: str
 
 
+class NotMeasured(Exception):
+    """What was asked for did not happen, so its time is no measurement; the message says why."""
+
+
 class Result(msgspec.Struct, frozen=True):
     """A family's figures with everything needed to judge or repeat them.
 

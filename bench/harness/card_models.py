@@ -9,16 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.figures import NotMeasured
 from bench.harness.child import ROOT, Child
 from bench.harness.daemon import MODEL
 
 CONTEXT_TOKENS, VOCABULARY = 262_144, 151_936
+# What models made here have of the default one.
+TOKENIZER = ("config.json", "tokenizer.json", "tokenizer_config.json")
 BITS = {"bf16": 0, "4bit": 4}
 # Of an H100: bytes a second that its memory gives, and operations with bfloat16.
 CARD_BYTES_S, CARD_OPS_S = 3.0e12, 790e12
-# What makes a model small enough to try a measurement on a CPU.
+# What makes a model small enough to try a measurement on a CPU. Widths keep their order: a model that scores
+# has to cost less than one that answers.
+_SMALL_WIDTH, _WIDTHS = 8, 64
 _SMALL = {
-    "hidden_size": 128,
     "intermediate_size": 256,
     "moe_intermediate_size": 64,
     "num_hidden_layers": 6,
@@ -43,7 +47,9 @@ class Shape:
     config: Mapping[str, Any]
 
     def small(self) -> Shape:
-        return Shape(self.module, {k: _SMALL.get(k, v) for k, v in self.config.items()})
+        width = max(2 * _WIDTHS, self.config["hidden_size"] // _SMALL_WIDTH // _WIDTHS * _WIDTHS)
+        small = _SMALL | {"hidden_size": width}
+        return Shape(self.module, {k: small.get(k, v) for k, v in self.config.items()})
 
 
 def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool, **more: Any) -> Shape:
@@ -62,6 +68,50 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool, **mo
     return Shape(str(config["model_type"]), config | more)
 
 
+def _gemma3(hidden: int, inner: int, layers: int, heads: int, held: int, *, window: int) -> Shape:
+    return Shape(
+        "gemma3_text",
+        {
+            "model_type": "gemma3_text",
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": held,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": window,
+            "sliding_window_pattern": 6,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1_000_000.0,
+        },
+    )
+
+
+def _qwen3_5(hidden: int, inner: int, layers: int, heads: int, held: int, *, linear_values: int) -> Shape:
+    return Shape(
+        "qwen3_5",
+        {
+            "model_type": "qwen3_5_text",
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": held,
+            "head_dim": 256,
+            "linear_num_value_heads": linear_values,
+            "linear_num_key_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "full_attention_interval": 4,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        },
+    )
+
+
 SHAPES = {
     "dense-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
     "dense-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
@@ -77,44 +127,10 @@ SHAPES = {
         mlp_only_layers=[],
         norm_topk_prob=True,
     ),
-    "sliding-4b": Shape(
-        "gemma3_text",
-        {
-            "model_type": "gemma3_text",
-            "hidden_size": 2560,
-            "intermediate_size": 10_240,
-            "num_hidden_layers": 34,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 1024,
-            "sliding_window_pattern": 6,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1_000_000.0,
-        },
-    ),
-    "hybrid-4b": Shape(
-        "qwen3_5",
-        {
-            "model_type": "qwen3_5_text",
-            "hidden_size": 2560,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "linear_num_value_heads": 32,
-            "linear_num_key_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_conv_kernel_dim": 4,
-            "full_attention_interval": 4,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "rope_parameters": {"type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-        },
-    ),
+    "sliding-1b": _gemma3(1152, 6912, 26, 4, 1, window=512),
+    "sliding-4b": _gemma3(2560, 10_240, 34, 8, 4, window=1024),
+    "hybrid-0.8b": _qwen3_5(1024, 3584, 24, 8, 2, linear_values=16),
+    "hybrid-4b": _qwen3_5(2560, 9216, 32, 16, 4, linear_values=32),
 }
 
 
@@ -167,8 +183,11 @@ class Reading:
 def made(*names: str) -> Path:
     """A models folder with these, each made on the device the first time.
 
-    ``BENCH_CARD_MODELS`` names another place for them: they are large, and read fastest from memory.
+    ``BENCH_CARD_MODELS`` names another place for them: they are large, and read fastest from memory. Raises
+    NotMeasured if the default model's tokenizer, which they have, is not there.
     """
+    if lacking := [name for name in TOKENIZER if not (MODEL / name).exists()]:
+        raise NotMeasured(f"{MODEL.relative_to(ROOT)} lacks {', '.join(lacking)} (docs/contributing.md)")
     usual = ROOT / ".cache" / "card-models"
     folder = Path(os.environ.get("BENCH_CARD_MODELS") or usual) / ("small" if small() else "whole")
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
+from bench.figures import Figure, NotMeasured
 from bench.harness.daemon import Daemon
 from bench.harness.fleet import Fleet
 from bench.harness.samples import wait_for
@@ -24,20 +25,33 @@ _LAST_TRACES = 5
 SCORES_NOTHING = Profile([], 0)
 
 
-class NotMeasured(Exception):
-    """What was asked for did not happen, so its time is no measurement; the message says why."""
+class MeasuredParts:
+    """Parts of a measurement, each of which may fail alone: what failed is printed to stderr and told at the
+    end, so that a measurement which lacks a part never looks like a whole one."""
 
+    def __init__(self) -> None:
+        self._missed: list[str] = []
 
-@contextmanager
-def part(name: str) -> Iterator[None]:
-    """A part of a measurement: if it fails, the error is printed to stderr, and the next part may work."""
-    try:
-        yield
-    except NotMeasured as error:
-        print(f"  not measured: {name}: {error}", file=sys.stderr, flush=True)
-    except Exception:  # the part's boundary
-        print(f"  not measured: {name}:", file=sys.stderr, flush=True)
-        traceback.print_exc()
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """The next part may work if this one fails."""
+        try:
+            yield
+        except NotMeasured as error:
+            self.miss(name, str(error))
+        except Exception as error:  # the part's boundary
+            traceback.print_exc()
+            self.miss(name, type(error).__name__)
+
+    def miss(self, name: str, why: str) -> None:
+        print(f"  not measured: {name}: {why}", file=sys.stderr, flush=True)
+        self._missed.append(f"{name}: {why}")
+
+    def of(self, figures: Iterable[Figure]) -> Iterator[Figure]:
+        """The figures. Raises NotMeasured behind the last one if a part failed."""
+        yield from figures
+        if self._missed:
+            raise NotMeasured("; ".join(self._missed))
 
 
 def digests(folder: Path, *names: str) -> dict[str, str]:

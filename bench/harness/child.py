@@ -37,6 +37,8 @@ class Child(Closing):
         try:
             self._read()
         except BaseException:
+            # It would not look at its end while it loads.
+            self.kill()
             self.close()
             raise
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.figures import NotMeasured
 from bench.harness import prompts, random_llama
-from bench.harness.card_parts import NotMeasured
 from bench.harness.daemon import MODEL, Daemon
 from fleetd.models.catalog import DEFAULT_MODEL
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bench.figures import Figure, Taking
+from bench.figures import Figure, NotMeasured, Taking
 from bench.harness import card_models, prompts
+from bench.harness.card_parts import MeasuredParts
 from bench.harness.child import Child
 from bench.harness.client import Heard
 from bench.harness.daemon import MODEL, Daemon
@@ -20,6 +20,8 @@ COUNTS = (16, 4, 8)
 MOST = max(COUNTS)
 TOKENS, SMALL_TOKENS = 128, 24
 PROMPT = 24
+# Tokens of a piece of text, at most, on average.
+_PIECES = 4
 # Finds the kernels of so many answers.
 WARM_TOKENS = 8
 
@@ -27,15 +29,14 @@ Ask = Callable[[Sequence[list[int]], int], list[Heard]]
 
 
 def measure(runs: int) -> Taking:
-    return Taking(_all(runs), _HOW)
+    parts = MeasuredParts()
+    return Taking(parts.of(_all(parts, runs)), _HOW)
 
 
-def _all(runs: int) -> Iterator[Figure]:
+def _all(parts: MeasuredParts, runs: int) -> Iterator[Figure]:
     for name in NAMES:
-        try:
+        with parts.part(name):
             yield from _model(name, runs)
-        except Exception:  # one model's boundary: the next one may work
-            traceback.print_exc()
 
 
 def _model(name: str, runs: int) -> Iterator[Figure]:
@@ -62,7 +63,7 @@ def _model(name: str, runs: int) -> Iterator[Figure]:
         daemon.warm(name)
         print(f"  {name}: loaded after {time.monotonic() - begun:.0f} s", flush=True)
         ask(asked[:1], WARM_TOKENS)
-        alone = [ask([prompt], tokens)[0] for prompt in asked]
+        alone = [timed(ask([prompt], tokens)[0]) for prompt in asked]
         one = statistics.median(answer.rate for answer in alone)
         yield Figure(f"{name}: decode, one answer", "tok/s", [one], note=f"{1e3 / one:.1f} ms a step")
         for count in COUNTS:
@@ -84,7 +85,7 @@ def _together(
     ask(asked, WARM_TOKENS)
     same, steps_s = list[float](), list[float]()
     for _ in range(runs):
-        answers = ask(asked, max(answer.count for answer in alone))
+        answers = list(map(timed, ask(asked, max(answer.count for answer in alone))))
         rates.append(rate(answers))
         same += [a.text == b.text and a.count == b.count for a, b in zip(alone, answers, strict=True)]
         steps_s.append(1 / statistics.median(answer.steady_rate for answer in answers))
@@ -94,6 +95,14 @@ def _together(
     yield Figure(f"{title} over one", "x", [each / one for each in rates])
     told = f"text and number of tokens, {len(same)} pairs"
     yield Figure(f"{title}, equal to the same alone", "%", [sum(same) / len(same)], note=told)
+
+
+def timed(answer: Heard) -> Heard:
+    """The answer. Raises NotMeasured if its text does not tell when its tokens came: random weights may write
+    what is shown only at the end."""
+    if len(answer.text_s) < max(2, answer.count // _PIECES):
+        raise NotMeasured(f"{answer.count} tokens came as {len(answer.text_s)} pieces of text")
+    return answer
 
 
 def rate(answers: Sequence[Heard]) -> float:

@@ -6,7 +6,6 @@ import json
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import msgspec
 
 from bench.figures import Figure, Taking
 from bench.harness import card_models
+from bench.harness.card_parts import MeasuredParts
 from fleetctl.doctor import prove
 from fleetd.control.hardware_proof import HardwareProof, SpeedProof, WidthProof
 
@@ -25,8 +25,13 @@ STEPS: Mapping[str, Mapping[str, float]] = {
     "dense-4b-4bit": _SHORT,
     "moe-30b-a3b-4bit": _SHORT,
     "sliding-4b-4bit": _SHORT,
-    # Last: mlx-lm has its kernel for Metal only, and elsewhere goes token by token.
+    # Last, for it goes token by token.
     "hybrid-4b-4bit": _SHORT,
+}
+# Of the smallest models of each kind: their verdicts are had soonest. mlx-lm has the kernel of running states
+# for Metal only; elsewhere it goes token by token.
+VERDICTS: Mapping[str, Mapping[str, float]] = {
+    f"{shape}-{bits}": {"widths": 4.0} for bits in ("bf16", "4bit") for shape in ("sliding-1b", "hybrid-0.8b")
 }
 # Of tiny models, whose figures mean nothing.
 _SMALL_SHARE = 0.05
@@ -36,13 +41,22 @@ PASSES = (2, 4, 8, 16)
 
 
 def measure(runs: int) -> Taking:
+    return _taking(STEPS, _HOW, runs)
+
+
+def verdicts(runs: int) -> Taking:
+    return _taking(VERDICTS, _HOW_VERDICTS, runs)
+
+
+def _taking(models: Mapping[str, Mapping[str, float]], how: str, runs: int) -> Taking:
     del runs  # each step takes as many as its time allows
-    return Taking(_all(), _HOW)
+    parts = MeasuredParts()
+    return Taking(parts.of(_all(parts, models)), how)
 
 
-def _all() -> Iterator[Figure]:
-    for name, steps in STEPS.items():
-        try:
+def _all(parts: MeasuredParts, models: Mapping[str, Mapping[str, float]]) -> Iterator[Figure]:
+    for name, steps in models.items():
+        with parts.part(name):
             begun = time.monotonic()
             folder = card_models.made(name)
             print(f"  {name}: made in {time.monotonic() - begun:.0f} s", flush=True)
@@ -51,28 +65,33 @@ def _all() -> Iterator[Figure]:
             with tempfile.TemporaryDirectory(prefix="fleetd-bench-") as home:
                 command = [sys.executable, "-m", "fleetd.proof", "--home", home]
                 command += ["--model", str(folder / name), "--steps", *budgets]
-                yield from figures(name, prove.run(command, sys.stderr, _LIMIT_S))
-        except Exception:  # one model's boundary: the next one may work
-            traceback.print_exc()
+                yield from figures(name, prove.run(command, sys.stderr, _LIMIT_S), steps, parts)
 
 
-def figures(name: str, lines: Iterable[str]) -> Iterator[Figure]:
-    """Of each line of a proof as it comes. A step that failed or was skipped gives none."""
-    model = None
+def figures(name: str, lines: Iterable[str], wanted: Iterable[str], parts: MeasuredParts) -> Iterator[Figure]:
+    """Of each line of a proof as it comes. A step that failed, was skipped, gave no figure or never came is
+    missed."""
+    model, left = None, ["load", *wanted]
     for line in lines:
         if "step" not in json.loads(line):
             continue
         part = msgspec.convert(prove.collect([line], lambda _: None), HardwareProof)
         step = part.steps[0]
+        if step.name not in left:
+            continue
+        left.remove(step.name)
         if why := step.error or step.skipped:
-            print(f"  {name}: no {step.name}: {why}", file=sys.stderr, flush=True)
+            parts.miss(f"{name}, {step.name}", why)
             continue
         print(f"  {name}: {step.name} took {step.seconds:.0f} s", flush=True)
         if step.name == "load":
             model = card_models.Reading.of(name, part.model.shape.weights_bytes, part.machine.device)
-            yield from _verdict(name, part)
-        elif model is not None:
-            yield from _step(name, part, model)
+        found = list(_verdict(name, part) if step.name == "load" else _step(name, part, model))
+        if not found:
+            parts.miss(f"{name}, {step.name}", "it gave no figure")
+        yield from found
+    for step_name in left:
+        parts.miss(f"{name}, {step_name}", "the process ended before it did")
 
 
 def _verdict(name: str, part: HardwareProof) -> Iterator[Figure]:
@@ -89,7 +108,9 @@ def _verdict(name: str, part: HardwareProof) -> Iterator[Figure]:
     yield Figure(f"{name}: load, with its measurements", "s", [part.model.load_s], note=told)
 
 
-def _step(name: str, part: HardwareProof, model: card_models.Reading) -> Iterator[Figure]:
+def _step(name: str, part: HardwareProof, model: card_models.Reading | None) -> Iterator[Figure]:
+    if model is None:
+        return
     if part.widths:
         yield from _widths(name, part.widths)
     for chunk in part.chunks:
@@ -157,11 +178,17 @@ class Verdict:
 
 _HOW = (
     "Models of well-known shapes with random weights, one after the other, each by `python -m "
-    "fleetd.proof` in a process of its own, with nothing kept from before: load with the exactness "
-    "probe; decode (64 tokens) and prefill beside `mlx_lm.stream_generate` on the same weights in that "
-    "process, by turns, the first pair not counted (kernels are compiled then); prefill by the size of "
-    "a chunk on an empty context, the better of two; a prompt divided between two halves of one process "
+    "fleetd.proof` in a process of its own, with nothing kept from before but compiled kernels: load with "
+    "the exactness probe; decode (64 tokens) and prefill beside `mlx_lm.stream_generate` on the same weights "
+    "in that process, by turns, the first pair not counted (kernels are compiled then); prefill by the size "
+    "of a chunk on an empty context, the better of two; a prompt divided between two halves of one process "
     "over a sealed stream; and every width of a pass behind contexts at which kernels change. Shares of "
     "the card: weights that a token reads over 3.0 TB/s, and two operations for each weight that a "
     "token of a prompt is multiplied with over 790 TFLOP/s; attention is not counted."
+)
+
+_HOW_VERDICTS = (
+    "The smallest well-known shapes with sliding windows and with running states, random weights, in "
+    "bfloat16 and 4 bits: load with the exactness probe, and every width of a pass behind "
+    "contexts at which kernels change, as `python -m fleetd.proof` has them."
 )

@@ -10,14 +10,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from bench.figures import Figure, Taking, ratios
+from bench.figures import Figure, NotMeasured, Taking, ratios
 from bench.harness import card_models, prompts
 from bench.harness.card_parts import (
     SCORES_NOTHING,
-    NotMeasured,
+    MeasuredParts,
     digests,
     keep_profile,
-    part,
     traced,
     until_linked,
 )
@@ -45,18 +44,19 @@ def _lengths() -> tuple[int, ...]:
 
 
 def measure(runs: int) -> Taking:
-    return Taking(_figures(runs), _HOW)
+    parts = MeasuredParts()
+    return Taking(parts.of(_figures(parts, runs)), _HOW)
 
 
-def _figures(runs: int) -> Iterator[Figure]:
+def _figures(parts: MeasuredParts, runs: int) -> Iterator[Figure]:
     models = card_models.made(*MODELS)
     small, large = MODELS
-    with part(f"{small}, shared"):
-        yield from _all_shared(models, small, runs)
-    with part(f"{small}, fetched"):
-        yield from _all_fetched(models, small, runs)
-    with part(f"{large}, shared"):
-        yield from _all_shared(models, large, runs)
+    with parts.part(f"{small}, shared"):
+        yield from _all_shared(parts, models, small, runs)
+    with parts.part(f"{small}, fetched"):
+        yield from _all_fetched(parts, models, small, runs)
+    with parts.part(f"{large}, shared"):
+        yield from _all_shared(parts, models, large, runs)
 
 
 class Pair(Fleet):
@@ -98,13 +98,13 @@ class Pair(Fleet):
 # ---- Shared ----------------------------------------------------------------------------------------------
 
 
-def _all_shared(models: Path, model: str, runs: int) -> Iterator[Figure]:
+def _all_shared(parts: MeasuredParts, models: Path, model: str, runs: int) -> Iterator[Figure]:
     settings = {"FLEETD_CACHE_DISK": "off", "FLEETD_ENGINE_PREFIX_CACHE_BYTES": "1"}
     with Pair(models, [model], settings, {}) as pair:
         _warm(pair, model)
         for length in _lengths():
-            with part(f"{model}, {length:,} tokens"):
-                yield from _length(pair, model, length, runs)
+            with parts.part(f"{model}, {length:,} tokens"):
+                yield from _length(parts, pair, model, length, runs)
 
 
 def _warm(pair: Pair, model: str) -> None:
@@ -116,7 +116,7 @@ def _warm(pair: Pair, model: str) -> None:
     pair.until_priced(HOME, [HELPER], _lengths()[0], model, _WITHIN_S)
 
 
-def _length(pair: Pair, model: str, length: int, runs: int) -> Iterator[Figure]:
+def _length(parts: MeasuredParts, pair: Pair, model: str, length: int, runs: int) -> Iterator[Figure]:
     seen, title = Samples(), f"{model}, {length:,} tokens"
     texts: list[str] = []
     wanted = [prompts.tokens(MODEL, 72_000 + length + run, length) for run in range(runs)]
@@ -128,7 +128,7 @@ def _length(pair: Pair, model: str, length: int, runs: int) -> Iterator[Figure]:
         f"TTFT of one of two daemons, {title}", "s", seen["alone_s"], note=_chosen(pair, model, length)
     )
     for kind in KINDS:
-        with part(f"{title}, {kind}"):
+        with parts.part(f"{title}, {kind}"):
             pair.plan(kind)
             try:
                 traces = [
@@ -189,13 +189,13 @@ def _shared_figures(title: str, kind: str, traces: list[Trace], seen: Samples) -
 # ---- Fetched ---------------------------------------------------------------------------------------------
 
 
-def _all_fetched(models: Path, model: str, runs: int) -> Iterator[Figure]:
+def _all_fetched(parts: MeasuredParts, models: Path, model: str, runs: int) -> Iterator[Figure]:
     settings = {"FLEETD_CACHE_QUOTA_BYTES": str(24 * limits.GIB)}
     with Pair(models, [model], settings, {}) as pair:
         for name in (HELPER, HOME):
             pair[name].warm(model)
         for length in _lengths():
-            with part(f"{model}, {length:,} tokens fetched"):
+            with parts.part(f"{model}, {length:,} tokens fetched"):
                 # Gigabytes are written first.
                 yield from _fetched(pair, model, length, runs if length == _lengths()[0] else 1)
 

@@ -5,14 +5,15 @@ Weights are random, so what is kept means nothing: only times count.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 
-from bench.figures import Figure, Taking, ratios
+from bench.figures import Figure, NotMeasured, Taking, ratios
 from bench.harness import card_models, prompts, smart_chats
-from bench.harness.card_parts import SCORES_NOTHING, NotMeasured, digests, keep_profile, part
+from bench.harness.card_parts import SCORES_NOTHING, MeasuredParts, digests, keep_profile
 from bench.harness.daemon import MODEL, Daemon
-from bench.harness.samples import Samples
+from bench.harness.samples import Samples, wait_for
 from bench.harness.smart_chats import Answered, Shortened, shortened
 from fleetd.engine.protocol import Profile
 from fleetd.plan.scoring import EXIT_SHARE
@@ -21,7 +22,11 @@ SCORER = "dense-0.6b-bf16"
 TARGETS = ("dense-8b-4bit", "moe-30b-a3b-4bit")
 RATIO = 0.2
 # Of all targets together; no prompt is begun that would probably end later.
-_BUDGET_S = 150.0
+_BUDGET_S = 210.0
+# What is late once is left out for half a minute at most.
+_FIRST_WITHIN_S, _FIRST_POLL_S = 60.0, 1.0
+# Codes of a plan that takes longer than to read the whole prompt.
+_LONGER = ("slower", "margin")
 # From one length to the next: twice the tokens, and up to four times the attention.
 _GROWTH = 4.0
 _NEEDLE = " Marta Ellison wrote the number 48213 on the brass plaque of the observatory. "
@@ -34,17 +39,20 @@ def _lengths() -> tuple[int, ...]:
 
 
 def measure(runs: int) -> Taking:
-    return Taking(_figures(runs), _HOW)
+    parts = MeasuredParts()
+    return Taking(parts.of(_figures(parts, runs)), _HOW)
 
 
-def _figures(runs: int) -> Iterator[Figure]:
+def _figures(parts: MeasuredParts, runs: int) -> Iterator[Figure]:
     begun, lengths = time.perf_counter(), _lengths()
     for target in TARGETS:
-        with part(target):
-            yield from _target(target, lengths, runs, begun + _BUDGET_S)
+        with parts.part(target):
+            yield from _target(parts, target, lengths, runs, begun + _BUDGET_S)
 
 
-def _target(target: str, lengths: tuple[int, ...], runs: int, ends: float) -> Iterator[Figure]:
+def _target(
+    parts: MeasuredParts, target: str, lengths: tuple[int, ...], runs: int, ends: float
+) -> Iterator[Figure]:
     models = card_models.made(SCORER, target)
     known = digests(models, SCORER, target)
     with Daemon(
@@ -57,18 +65,41 @@ def _target(target: str, lengths: tuple[int, ...], runs: int, ends: float) -> It
         keep_profile(daemon.home, known[target], SCORES_NOTHING)
         for model in (SCORER, target):
             _ask(daemon, model, 1, 600, smart=False)
-        with part(f"{target}, the first scores"):
-            # Kernels are compiled at their first use.
-            _ask(daemon, target, 2, lengths[0], smart=False)
-            shortened(_ask(daemon, target, 3, lengths[0], smart=True).said)
+        # Kernels are compiled at their first use.
+        _ask(daemon, target, 2, lengths[0], smart=False)
+        with parts.part(f"{target}, the first scores"):
+            _first_scores(daemon, target, lengths[0])
         took_s = 0.0
         for length in lengths:
             if time.perf_counter() + _GROWTH * took_s > ends:
                 raise NotMeasured(f"no time is left for {length:,} tokens")
-            with part(f"{target}, {length:,} tokens"):
+            with parts.part(f"{target}, {length:,} tokens"):
                 at = time.perf_counter()
                 yield from _length(daemon, target, length, runs)
                 took_s = time.perf_counter() - at
+
+
+def _first_scores(daemon: Daemon, target: str, length: int) -> None:
+    """Ask until a prompt is shortened: scores that compile kernels come too late for theirs.
+
+    Raises:
+        NotMeasured: it would be read sooner whole, which asking again does not change.
+        RuntimeError: none is shortened within a while.
+    """
+    seeds, why = itertools.count(3), ""
+
+    def scored() -> bool:
+        nonlocal why
+        try:
+            shortened(_ask(daemon, target, next(seeds), length, smart=True).said)
+        except NotMeasured as error:
+            why = str(error)
+            if any(f": {code}: " in why for code in _LONGER):
+                raise
+            return False
+        return True
+
+    wait_for(scored, _FIRST_WITHIN_S, _FIRST_POLL_S, lambda: f"no prompt was shortened: {why}")
 
 
 def _length(daemon: Daemon, target: str, length: int, runs: int) -> Iterator[Figure]:

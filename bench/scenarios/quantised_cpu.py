@@ -11,7 +11,7 @@ import psutil
 
 from bench.figures import Figure, Taking, alternated, at_least, at_most, ratios
 from bench.harness import card_models, prompts, random_gguf
-from bench.harness.card_parts import part
+from bench.harness.card_parts import MeasuredParts
 from bench.harness.child import ROOT, Child
 from bench.harness.daemon import MODEL, Daemon
 from bench.harness.gguf_file import gguf
@@ -35,17 +35,18 @@ _CACHE = ROOT / ".cache" / "bench"
 
 
 def measure(runs: int) -> Taking:
-    return Taking(_figures(runs), _HOW)
+    parts = MeasuredParts()
+    return Taking(parts.of(_figures(parts, runs)), _HOW)
 
 
-def _figures(runs: int) -> Iterator[Figure]:
-    with part("the default model"):
+def _figures(parts: MeasuredParts, runs: int) -> Iterator[Figure]:
+    with parts.part("the default model"):
         yield from _default(runs)
-    with part("the first token after a second load"):
+    with parts.part("the first token after a second load"):
         yield from _second_load(runs)
-    with part(_LARGER):
+    with parts.part(_LARGER):
         yield from _larger(max(1, runs // 2))
-    with part(_LARGEST):
+    with parts.part(_LARGEST):
         yield from _largest()
 
 

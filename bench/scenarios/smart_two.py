@@ -8,9 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.figures import Figure, Taking, alternated, at_least
+from bench.figures import Figure, NotMeasured, Taking, alternated, at_least
 from bench.harness import card_parts, smart_chats
-from bench.harness.card_parts import NotMeasured
 from bench.harness.cores import starting_on, why_no_cores, workers_of
 from bench.harness.fleet import Fleet
 from bench.harness.machines import HELPER, HOME

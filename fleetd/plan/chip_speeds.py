@@ -117,6 +117,12 @@ def hardware_of(chip: str, accelerator: str, cores: int, arithmetic: str = "") -
     return Hardware(_of_cpu(CPU_BYTES_PER_S, arithmetic), flops, attention)
 
 
+def compiles_late(accelerator: str) -> bool:
+    """True if MLX compiles kernels on such a device when they are first used, for up to a minute each: what a
+    size of pass takes for the first time there is no speed."""
+    return accelerator == "cuda"
+
+
 def _of_cpu(figures: Mapping[str, float], arithmetic: str) -> float:
     """A CPU's figure; the one for float32 if a card names another arithmetic."""
     return figures.get(arithmetic, figures["float32"])

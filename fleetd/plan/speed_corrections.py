@@ -66,6 +66,8 @@ class SpeedCorrections:
 
     def __init__(self) -> None:
         self._learned: dict[CorrectedWork, _LearnedSpeed] = {}
+        # What was computed once where kernels are compiled late, with its length as a power of two.
+        self._compiled: dict[tuple[CorrectedWork, int], None] = {}
 
     def factor(self, of: CorrectedWork, token_s: float, now_s: float) -> float:
         learned = self._learned.get(of)
@@ -83,14 +85,19 @@ class SpeedCorrections:
         expected_s: float,
         took_s: float,
         seen_here: bool = False,
+        compiles: bool = False,
     ) -> None:
         """Record one measurement; ``expected_s`` is by the machine's own figures.
 
         Args:
             seen_here: this machine took the time, of an answer from there; otherwise that machine did.
+            compiles: the machine's kernels are compiled when they are first used (``chip_speeds``): the first
+                work of each kind and length teaches nothing, for it may have taken a minute more.
         """
         # What should have taken no time at all tells nothing, unless it did.
         if max(expected_s, took_s if seen_here else 0.0) < LEAST_S or min(took_s, token_s, expected_s) <= 0:
+            return
+        if compiles and self._first(of, expected_s):
             return
         known = self.factor(of, token_s, now_s)
         seen = min(MOST_SEEN if seen_here else MOST, max(1 / MOST, took_s / expected_s))
@@ -99,3 +106,13 @@ class SpeedCorrections:
         self._learned[of] = _LearnedSpeed(token_s, token_s * factor, now_s, seen_here)
         if len(self._learned) > limits.SPEED_CORRECTIONS:
             del self._learned[next(iter(self._learned))]
+
+    def _first(self, of: CorrectedWork, expected_s: float) -> bool:
+        """Note work of about such a length; True if there was none before."""
+        kind = of, math.frexp(expected_s)[1]
+        first = kind not in self._compiled
+        self._compiled.pop(kind, None)
+        self._compiled[kind] = None
+        if len(self._compiled) > limits.SPEED_CORRECTIONS:
+            del self._compiled[next(iter(self._compiled))]
+        return first

@@ -8,11 +8,12 @@ import msgspec
 import pytest
 
 from bench.families import FAMILIES, needs_default_model
-from bench.figures import Figure
+from bench.figures import Figure, NotMeasured
 from bench.harness import card_models
+from bench.harness.card_parts import MeasuredParts
 from bench.harness.client import Heard
 from bench.scenarios import card_batch
-from bench.scenarios.card_models import STEPS, Verdict, figures
+from bench.scenarios.card_models import STEPS, VERDICTS, Verdict, figures
 from fleetd.control.hardware_proof import (
     ChunkProof,
     MachineProof,
@@ -45,8 +46,10 @@ def loaded(said: str = EXACT, device: str = "cuda") -> str:
     return line("load", model=model, machine=MachineProof(accelerator="a card", device=device))
 
 
-def taken(*lines: str, name: str = "dense-4b-bf16") -> dict[str, Figure]:
-    return {figure.title.removeprefix(f"{name}: "): figure for figure in figures(name, lines)}
+def taken(*lines: str, name: str = "dense-4b-bf16", parts: MeasuredParts | None = None) -> dict[str, Figure]:
+    steps = [*BUDGETS_S]
+    found = figures(name, lines, steps, parts or MeasuredParts())
+    return {figure.title.removeprefix(f"{name}: "): figure for figure in found}
 
 
 @pytest.mark.parametrize(
@@ -120,11 +123,19 @@ def test_a_step_that_failed_or_was_skipped_gives_no_row_and_is_told(
     assert taken('{"began": "load"}', line("load", error="MemoryError")) == {}
     begun = len(taken(loaded()))
     lines = [loaded(), line("shared", error="RuntimeError"), line("widths", skipped="not available")]
-    assert len(taken(*lines, '{"began": "decode"}')) == begun
+    parts = MeasuredParts()
+    assert len(taken(*lines, line("chunks", chunks=[]), '{"began": "decode"}', parts=parts)) == begun
     told = capsys.readouterr().err
-    assert "no load: MemoryError" in told
-    assert "no shared: RuntimeError" in told
-    assert "no widths: not available" in told
+    assert "load: MemoryError" in told
+    with pytest.raises(NotMeasured) as missed:
+        list(parts.of(()))
+    assert str(missed.value).split("; ") == [
+        "dense-4b-bf16, shared: RuntimeError",
+        "dense-4b-bf16, widths: not available",
+        "dense-4b-bf16, chunks: it gave no figure",
+        "dense-4b-bf16, prefill: the process ended before it did",
+        "dense-4b-bf16, decode: the process ended before it did",
+    ]
 
 
 def test_a_mixture_reads_the_experts_that_it_asks_only() -> None:
@@ -136,7 +147,7 @@ def test_a_mixture_reads_the_experts_that_it_asks_only() -> None:
 
 
 def test_the_steps_are_those_of_a_proof_and_the_models_can_be_made() -> None:
-    for name, steps in STEPS.items():
+    for name, steps in (STEPS | VERDICTS).items():
         assert steps.keys() <= BUDGETS_S.keys()
         assert card_models.shape(name)
 
@@ -148,7 +159,17 @@ def test_answers_at_once_are_counted_from_the_first_token_of_any_to_the_last() -
     assert early.rate == 10.0
 
 
+@pytest.mark.parametrize(("pieces", "told"), [(1, False), (2, False), (8, True), (30, True)])
+def test_an_answer_whose_text_came_at_once_has_no_rate(pieces: int, told: bool) -> None:
+    heard = Heard(0.0, 0.0, text_s=[float(n) for n in range(pieces)], usage={"completion_tokens": 32})
+    if told:
+        assert card_batch.timed(heard) is heard
+    else:
+        with pytest.raises(NotMeasured, match=f"32 tokens came as {pieces} pieces"):
+            card_batch.timed(heard)
+
+
 def test_families_that_make_their_models_ask_no_network() -> None:
     without = {name for name in FAMILIES if not needs_default_model(name)}
-    assert without >= {"demo", "host-time", "card-models", "card-batch"}
+    assert without >= {"demo", "host-time", "card-models", "card-verdicts", "card-batch"}
     assert needs_default_model("decode")

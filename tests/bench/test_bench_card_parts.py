@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench import __main__ as bench
+from bench import results
 from bench.children import planned_daemon
-from bench.figures import Figure
-from bench.harness import smart_chats
-from bench.harness.card_parts import NotMeasured, part
+from bench.families import FAMILIES
+from bench.figures import Figure, Measured, NotMeasured, Result, Taking
+from bench.harness import card_models, smart_chats
+from bench.harness.card_parts import MeasuredParts
+from bench.harness.child import ROOT
 from bench.harness.smart_chats import Answered
-from bench.scenarios import card_helper, card_shared, card_smart
+from bench.scenarios import card_helper, card_nccl, card_shared, card_smart
 from fleetd.control.model_facts import ModelShape
 from fleetd.control.prefill_plan import OptionView
 from fleetd.control.prefill_trace import Trace, TraceStep
@@ -54,25 +60,162 @@ def test_a_declined_smart_prefill_yields_no_row_and_an_error_that_says_why(
 ) -> None:
     monkeypatch.setattr(card_smart, "_ask", lambda *_, smart: Answered(1.0, said if smart else {}))
 
+    parts = MeasuredParts()
+
     def figures() -> Iterator[Figure]:
-        with part("16,000 tokens"):
+        with parts.part("16,000 tokens"):
             yield from card_smart._length(None, "target", 16_000, 1)  # type: ignore[arg-type]
 
     assert len(list(figures())) == rows
     assert ("the task is about the whole text" in capsys.readouterr().err) == (rows == 0)
 
 
+def test_the_first_scores_are_asked_for_until_a_prompt_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While kernels are compiled, scores come too late and the prompt is read whole."""
+    said, asked = [WHOLE, WHOLE, SHORTENED], list[int]()
+
+    def ask(daemon: Any, model: str, seed: int, count: int, *, smart: bool) -> Answered:
+        asked.append(seed)
+        return Answered(1.0, said[len(asked) - 1])
+
+    monkeypatch.setattr(card_smart, "_ask", ask)
+    monkeypatch.setattr(card_smart, "_FIRST_POLL_S", 0.0)
+    card_smart._first_scores(None, "target", 16_000)  # type: ignore[arg-type]
+    assert len(asked) == len(set(asked)) == 3, "no prompt twice: its scores would be remembered"
+    monkeypatch.setattr(card_smart, "_FIRST_WITHIN_S", 0.0)
+    said.append(WHOLE)
+    with pytest.raises(RuntimeError, match="the task is about the whole text"):
+        card_smart._first_scores(None, "target", 16_000)  # type: ignore[arg-type]
+    # What would take longer is not asked again.
+    monkeypatch.setattr(card_smart, "_FIRST_WITHIN_S", 60.0)
+    said.append({"smart_prefill": {"mode": "full", "skipped": "slower: Scoring would take 2.42 s"}})
+    with pytest.raises(NotMeasured, match="slower"):
+        card_smart._first_scores(None, "target", 16_000)  # type: ignore[arg-type]
+    assert len(asked) == len(said)
+
+
 def test_a_part_that_fails_leaves_the_next_one_but_not_the_end_of_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fails(error: BaseException) -> None:
-        with part("one of them"):
-            raise error
+    parts = MeasuredParts()
 
-    fails(ValueError("out of memory"))
+    def figures(error: BaseException) -> Iterator[Figure]:
+        with parts.part("one of them"):
+            raise error
+        yield Figure("the next one", "s", [1.0])
+
+    found = parts.of(figures(ValueError("out of memory")))
+    assert next(found).title == "the next one"
     assert "out of memory" in capsys.readouterr().err
+    # What was not measured is told behind the last figure.
+    with pytest.raises(NotMeasured, match=r"^one of them: ValueError$"):
+        next(found)
     with pytest.raises(SystemExit):
-        fails(SystemExit(143))
+        next(figures(SystemExit(143)))
+
+
+# ---- Every family of an accelerator -----------------------------------------------------------------------
+
+CARD = sorted(name for name in FAMILIES if name.startswith("card-"))
+
+
+def refuses(*_: Any, **__: Any) -> Any:
+    raise NotMeasured("it was not done")
+
+
+@pytest.fixture
+def nothing_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No model, no daemon and no NCCL; and docs/ has the figures of another card."""
+    monkeypatch.setattr(card_models, "made", refuses)
+    monkeypatch.setattr(card_nccl, "_told", refuses)
+
+
+@pytest.mark.parametrize("name", CARD)
+@pytest.mark.usefixtures("nothing_works")
+def test_a_family_that_was_not_measured_writes_no_row_and_fails(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "benchmarks.json"
+    assert not bench._run(name, False, 0, kept)
+    assert results.load(kept) == {}
+    assert "it was not done" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("figures", [0, 1])
+def test_a_family_that_lacks_a_part_is_kept_as_cut_and_replaces_no_whole_one(
+    figures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "benchmarks.json"
+
+    def measured(count: int, missed: bool) -> bool:
+        parts = MeasuredParts()
+
+        def found() -> Iterator[Figure]:
+            if missed:
+                parts.miss("64,000 tokens", "declined")
+            yield from [Figure("TTFT", "s", [float(count)])] * count
+
+        family = FAMILIES["card-smart"]
+        monkeypatch.setitem(
+            FAMILIES, "card-smart", replace(family, measure=lambda runs: Taking(parts.of(found()), ""))
+        )
+        return bench._run("card-smart", False, 0, kept)
+
+    assert not measured(figures, missed=True)
+    assert [result.cut for result in results.load(kept).values()] == ["64,000 tokens: declined"] * figures
+    assert measured(2, missed=False)
+    assert not measured(figures, missed=True)
+    assert len(results.load(kept)["card-smart"].measured.figures) == 2
+    # Nothing at all is no measurement either.
+    assert not measured(0, missed=False)
+
+
+def test_figures_of_another_machine_are_taken_over_as_if_they_had_been_measured_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder, family in ((there, "card-smart"), (here, "card-batch")):
+        bench._take({family: changed_result(family)}, folder / bench.KEPT)
+    monkeypatch.setattr("sys.argv", ["bench", "--into", str(here), "--take", str(there / bench.KEPT)])
+    assert bench.main() == 0
+    assert set(results.load(here / bench.KEPT)) == {"card-smart", "card-batch"}
+    assert "a figure of card-smart" in (here / bench.PAGE).read_text()
+
+
+def changed_result(family: str) -> Result:
+    figure = Figure(f"a figure of {family}", "s", [1.0])
+    return Result(family, Measured([figure], "so"), "", "2026-01-01", ["a machine"], 0.0, 1, quick=False)
+
+
+def test_a_helper_that_had_no_part_gives_no_ratio() -> None:
+    """Both sides would be the home's own, and the ratio 1.0."""
+    asked = card_helper.Asked(1.0, "text", {"a": -1.0}, Trace(chosen=OptionView("local"), outcome="local"))
+    assert asked.trace is not None
+    with pytest.raises(NotMeasured, match="local"):
+        list(card_helper._compared("", asked, asked.trace, asked))
+    for outcome in card_helper.HELPED:
+        helped = Trace(chosen=OptionView("remote"), outcome=outcome)
+        assert len(list(card_helper._compared("", asked, helped, asked))) == 3
+
+
+@pytest.mark.parametrize(("seconds", "rows"), [(40e-6, 1), (60e-6, 2)])
+def test_a_sum_that_no_memory_allows_is_none(
+    seconds: float, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"right": True, "ranks": 1, "init_s": 0.5, "seconds": [seconds] * 3}
+    monkeypatch.setattr(card_nccl, "_told", lambda: told)
+    assert len(list(card_nccl._figures())) == rows
+
+
+def test_steps_are_given_more_time_than_they_give_themselves() -> None:
+    """All that no card has shown yet takes thirteen minutes at most, and every family is a step."""
+    table = (ROOT / ".ci" / "gpu").read_text().partition("cat <<TABLE\n")[2].partition("TABLE")[0]
+    limits = {line.split()[0]: int(line.split()[1]) for line in table.splitlines()}
+    assert set(limits) == {*CARD, "tests", "host-time"}
+    assert list(limits)[-3:] == ["card-models", "card-shared", "host-time"]
+    assert sum(list(limits.values())[:-3]) <= 13 * 60
+    assert limits["card-smart"] > card_smart._BUDGET_S
+    assert limits["card-nccl"] > card_nccl._WITHIN_S
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -229,16 +229,16 @@ def test_a_look_at_long_prompts_takes_short_ones_and_is_no_measurement(
     monkeypatch.setattr(smart_long, "_figures", lambda runs, prompt, **sizes: taken(prompt.tokens))
     monkeypatch.setattr(smart_two, "_figures", lambda runs, length, layers: taken(length))
     monkeypatch.setattr(smart_two, "why_no_cores", lambda: "")
-    monkeypatch.setattr(command, "KEPT", tmp_path / "benchmarks.json")
     # How fast the machine is just now is no part of this.
     monkeypatch.setattr(command.host, "loop_s", lambda: 0.1)
+    kept = tmp_path / command.KEPT
     for quick in (True, False):
-        assert command._run(name, quick, 1)
-        assert results.load(command.KEPT)[name].quick is quick
+        assert command._run(name, quick, 1, kept)
+        assert results.load(kept)[name].quick is quick
     assert asked[0] < 4_000 < 16_000 <= asked[1]
     # And what was measured is not replaced by a look.
-    assert command._run(name, True, 0)
-    assert not results.load(command.KEPT)[name].quick
+    assert command._run(name, True, 0, kept)
+    assert not results.load(kept)[name].quick
 
 
 def test_the_scorer_is_the_default_model_as_the_daemon_measured_it() -> None:

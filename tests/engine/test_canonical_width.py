@@ -103,6 +103,36 @@ def test_a_window_cannot_take_the_second_row_back(device: Device) -> None:
     assert "two rows" not in verdict.text
 
 
+class CompilingDevice(Device):
+    """One that takes a minute over the first product of each number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled: set[int] = set()
+
+    def product(self, rows: int, out: mx.array) -> mx.array:
+        self.now += 0 if rows in self.compiled else 60
+        self.compiled.add(rows)
+        return super().product(rows, out)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_kernels_that_are_compiled_at_their_first_use_are_no_price_and_take_no_context(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, *, compiles: bool
+) -> None:
+    device, exact = CompilingDevice(), nn.Linear.__call__
+    monkeypatch.setattr(
+        nn.Linear, "__call__", lambda self, x: device.product(x.size // x.shape[-1], exact(self, x))
+    )
+    # One pass of the greatest width at each context: the second context is not reached if the first one's
+    # kernels count as time.
+    plan = ProbePlan((31, 100), (2, 4), 4, every=False, compiles=compiles)
+    verdict = ask(llama, device, plan)
+    assert verdict.width == 4
+    assert (verdict.context == 104) == compiles
+    assert (max(verdict.seconds.values()) < 1) == compiles
+
+
 SAMPLINGS = speculating.GREEDY, Sampling(temperature=0.8, seed=3, top_p=0.9)
 # Steps are two rows wide until there are 90 tokens of text.
 VERDICT = ExactnessVerdict(LIMIT - 1, len(PROMPT) + 50, "exact: for the test", {1: 1.0, 9: 1.5}, 2)

@@ -15,8 +15,10 @@ import vector_reference as reference
 from vector_reference import cosine
 
 from fleetd.control.model_facts import ModelPurpose
+from fleetd.engine.load.model_reading import Device
 from fleetd.engine.protocol import EmbedTexts, RerankTexts
 from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.vectors import vector_loading
 from fleetd.engine.vectors.token_rows import Pass, TokenRow
 from fleetd.engine.vectors.vector_loading import load_vectors
 from fleetd.engine.vectors.vector_model import Embedder, Reranker, VectorModel
@@ -274,3 +276,20 @@ def test_qwen3_is_asked_in_the_words_that_it_learned_and_answers_by_yes_and_no(t
     logits = weights["embed_tokens.weight"] @ states[-1]
     expected = 1 / (1 + np.exp(logits[model.reader.token("no")] - logits[model.reader.token("yes")]))
     assert np.allclose(np.frombuffer(model.results(Pass([row]))[0], np.float64), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("device", "tok_s"), [("cuda", 5120.0), ("cpu", 10.0)])
+def test_the_pace_is_measured_once_kernels_of_all_texts_are_compiled(
+    device: Device, tok_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in that takes 50 s over the first pass of each number of texts, and 100 ms over any."""
+    now, compiled = [0.0], set[int]()
+
+    class Compiling:
+        def results(self, work: Pass) -> None:
+            count = len(work.rows)
+            now[0] += 0.1 if count in compiled else 50.1
+            compiled.add(count)
+
+    monkeypatch.setattr(vector_loading.time, "perf_counter", lambda: now[0])
+    assert vector_loading._pace(Compiling(), 512, device) == pytest.approx(tok_s, rel=0.05)  # type: ignore[arg-type]

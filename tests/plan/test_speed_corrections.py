@@ -160,3 +160,28 @@ def test_a_part_that_others_slowed_does_not_make_this_machine_slow_for_good() ->
     own.part_ran("never ran", expected_s=1.0, took_s=0.5, now_s=0.0)
     assert own.of("m") == known
     assert own.of("never ran").prefill_tok_s == 0
+
+
+def test_the_first_work_of_each_length_teaches_nothing_where_it_compiles_kernels() -> None:
+    """An H100's host took 50 s for a kernel: what comes after that is as fast as was measured at load."""
+    paces = SpeedCorrections()
+    for took_s, expected_s, known in [
+        (54.0, 4.0, 1.0),
+        (4.0, 4.0, 1.0),
+        (70.0, 16.0, 1.0),
+        (32.0, 16.0, 1.5),
+    ]:
+        paces.ran(of(), TOKEN_S, 100.0, expected_s=expected_s, took_s=took_s, compiles=True)
+        assert factor(paces) == known
+    # Of other work nothing was computed yet.
+    paces.ran(of(work="score"), TOKEN_S, 100.0, expected_s=4.0, took_s=54.0, compiles=True)
+    assert factor(paces, work="score") == 1.0
+    ran(paces, 54.0, node="other device")
+    assert factor(paces, "other device") > 4
+
+
+def test_what_was_compiled_is_remembered_of_a_bounded_number_of_machines() -> None:
+    paces = SpeedCorrections()
+    for number in range(limits.SPEED_CORRECTIONS + 1):
+        paces.ran(of(str(number)), TOKEN_S, 100.0, expected_s=4.0, took_s=54.0, compiles=True)
+    assert len(paces._compiled) == limits.SPEED_CORRECTIONS

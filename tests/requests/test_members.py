@@ -35,6 +35,7 @@ from fleetd.errors import (
     ScorerNotReady,
 )
 from fleetd.fleet.service import distinct_names
+from fleetd.p2p.membership.cards import MachineFacts
 from fleetd.p2p.membership.roster import RosterMember
 from fleetd.plan.affinity import BLOCK_CHARS
 from fleetd.plan.costs import PrefillSpeed
@@ -552,6 +553,24 @@ def test_what_a_prefill_took_corrects_prefills_and_not_scoring_which_is_other_wo
     fleet.members.computed("studio", DIGEST, speed.token_s, expected_s=1.0, took_s=3.0)
     assert fleet.members.correction("studio", DIGEST, speed) == 2
     assert fleet.members.correction("studio", DIGEST, speed, "score") == 1
+
+
+@pytest.mark.parametrize(("accelerator", "factor"), [("cuda", 1.0), ("metal", 4.5), ("cpu", 4.5)])
+def test_kernels_that_are_compiled_at_their_first_use_make_no_machine_seem_slow(
+    accelerator: str, factor: float
+) -> None:
+    found, speed = member(), PrefillSpeed(0.001)
+    card = replace(found.card, machine=MachineFacts(accelerator=accelerator))
+    members = SeenFleet(msgspec.structs.replace(found, card=card)).members
+    members.computed("studio", DIGEST, speed.token_s, "score", expected_s=4.0, took_s=54.0)
+    assert members.correction("studio", DIGEST, speed, "score") == factor
+    members.waited("studio", DIGEST, speed.token_s, "decode", expected_s=4.0, took_s=54.0)
+    assert (members.correction("studio", DIGEST, speed, "decode") > 1) == (accelerator != "cuda")
+    members.late("studio", "score")
+    assert bool(members.failure("studio", "score")) == (accelerator != "cuda")
+    for work in ("score", "fetch"):
+        members.late("studio", work)
+        assert members.failure("studio", work)
 
 
 # ---- ranks that wait -------------------------------------------------------------------------------------

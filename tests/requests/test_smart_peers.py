@@ -42,7 +42,7 @@ from fleetd.errors import (
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.model_speeds import ModelSpeeds
-from fleetd.plan.scoring import Scorer, Segments
+from fleetd.plan.scoring import Scorer, Segments, SmartPrefillQuestion, plan
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.ledger import Ledger
@@ -705,3 +705,24 @@ async def test_what_scoring_took_corrects_scoring_by_that_model_there_and_not_it
     # The next prompt is priced by it.
     _, (found,) = await scorers.find(SmartPrefillPolicy(), 1 << 40, False)
     assert found.correction == pytest.approx(2.0, rel=0.01)
+
+
+@pytest.mark.parametrize(("accelerator", "code"), [("cuda", ""), ("metal", "slower")])
+async def test_a_first_score_that_compiled_kernels_does_not_make_the_next_one_seem_slower(
+    ledger: Ledger, accelerator: str, code: str
+) -> None:
+    shown = Mini("mini", ledger).machine
+    facts = replace(shown.card, machine=replace(shown.card.machine, accelerator=accelerator))
+    members = Members(lambda: [replace(shown, card=facts)])
+    scorers = Scorers(ScoringPool(), models("m"), ModelSpeeds(), members)
+    _, (scorer,) = await scorers.find(SmartPrefillPolicy(), 1 << 40, False)
+    (model,) = shown.card.models
+    # All of the prompt takes twice as long as scoring it.
+    seconds = scorer.seconds(4000)
+    asked = SmartPrefillQuestion(4000, 0.0, scorer.speed, dense_s=2 * seconds)
+    assert plan(asked, [scorer]).worth_it
+    work = ScoringJob(ScoringQuestion("r1", "text", []), CompressorModel(SMOL, model.digest))
+    work.ran["mini"] = ScorerRun(scorer, tokens=4000, passes=1, computed_s=50 + seconds)
+    scorers.learn(work, late=False)
+    _, (scorer,) = await scorers.find(SmartPrefillPolicy(), 1 << 40, False)
+    assert plan(asked, [scorer]).code == code

@@ -179,6 +179,15 @@ def machine(node_id: str, tok_s: float = 1000.0, **fields: Any) -> VectorMachine
     return VectorMachine(node_id, node_id, tok_s, **fields)
 
 
+@pytest.mark.parametrize("compiles", [True, False])
+def test_the_part_that_compiles_kernels_says_nothing_of_a_machines_speed(*, compiles: bool) -> None:
+    machines = VectorMachines(None, None, None)  # type: ignore[arg-type]
+    for seconds in (50.0, 0.5):
+        machines.learn(machine("spark", compiles=compiles), EncoderModel("e", "d"), 500, seconds)
+    (known,) = machines._tok_s.values()
+    assert (known == 1000.0) == compiles
+
+
 def named(found: list[Any]) -> list[str]:
     return [share.machine.node_id for share in found]
 

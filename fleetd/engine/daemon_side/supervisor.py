@@ -80,6 +80,7 @@ from fleetd.errors import (
 from fleetd.hardware.memory import resident_bytes
 from fleetd.hardware.process_work import work_of
 from fleetd.models.names import shown_name
+from fleetd.plan.chip_speeds import compiles_late
 
 log = structlog.get_logger(__name__)
 
@@ -532,7 +533,7 @@ class EngineProcess:
     @property
     def _silent_within_s(self) -> float:
         """Seconds after which a worker that has work and says nothing will say nothing any more."""
-        compiles = self.facts is not None and self.facts.device == "cuda"
+        compiles = self.facts is not None and compiles_late(self.facts.device)
         return limits.ENGINE_COMPILE_S if compiles else limits.ENGINE_STALL_S
 
     async def _check_load(self, pid: int, now: float) -> None:

@@ -27,6 +27,7 @@ from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.measure.chunk_size import ALONE_GPU_S
 from fleetd.engine.sequence_state.made_up import made_up
 from fleetd.hardware.other_load import CpuReading
+from fleetd.plan.chip_speeds import compiles_late
 
 DECODE_STEPS = 5
 # Share of the time that single tokens may use; chunks have the rest.
@@ -86,11 +87,6 @@ def calibration(model: Any, device: str, vocab_size: int, context_tokens: int) -
         GPU_CHUNKS,
         compiles=compiles_late(device),
     )
-
-
-def compiles_late(device: str) -> bool:
-    """True if MLX compiles kernels on such a device when they are first used, for up to a minute each."""
-    return device == "cuda"
 
 
 class Calibration:

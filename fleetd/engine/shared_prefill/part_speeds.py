@@ -12,9 +12,10 @@ import mlx.core as mx
 from msgspec.structs import replace
 
 from fleetd.engine.layers.stage import Stage
-from fleetd.engine.measure.calibrate import Calibration, Measurement, compiles_late
+from fleetd.engine.measure.calibrate import Calibration, Measurement
 from fleetd.engine.shared_prefill.fingerprint import probe
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
+from fleetd.plan.chip_speeds import compiles_late
 
 
 class PartCalibration(Calibration):

@@ -36,6 +36,7 @@ from fleetd.engine.vectors.token_rows import Pass, TokenRow
 from fleetd.engine.vectors.vector_model import FRAME, Embedder, Reranker, VectorModel
 from fleetd.models import catalog
 from fleetd.models.vector_files import VectorRecipe, longest_text, recipe
+from fleetd.plan.chip_speeds import compiles_late
 
 # Texts of a measurement have so many tokens, as paragraphs have.
 _MEASURED_TOKENS = 64
@@ -71,7 +72,7 @@ def load_vectors(
         admit_weights(settings.name, weights.bytes_of(module, tied=False), room)
         weights.hold(module)
     report(Loading("measuring"))
-    pace = _pace(model, longest)
+    pace = _pace(model, longest, device)
     keep_weights(device, settings)
     shape = ModelShape(
         architecture=str(config["model_type"]),
@@ -128,11 +129,12 @@ def _model(
 
 
 @over_files("The model cannot compute anything", RuntimeError)
-def _pace(model: VectorModel, longest: int) -> float:
+def _pace(model: VectorModel, longest: int, device: Device) -> float:
     """How many tokens per second the model reads, in texts as long as paragraphs."""
     length = min(_MEASURED_TOKENS, longest)
     texts = [TokenRow([1] * length)] * (limits.VECTOR_MEASURED_TOKENS // length)
-    model.results(Pass(texts[:1]))
+    # The first texts also compile kernels: if that takes long, all that the others need.
+    model.results(Pass(texts if compiles_late(device) else texts[:1]))
     begun = time.perf_counter()
     model.results(Pass(texts))
     return len(texts) * length / (time.perf_counter() - begun)

@@ -36,6 +36,7 @@ from fleetd.errors import (
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan.affinity import BLOCK_CHARS, Affinity, SessionPlaces
+from fleetd.plan.chip_speeds import compiles_late
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.fetch_speeds import FetchSpeed, FetchSpeeds
 from fleetd.plan.prefill.options import PrefillOption
@@ -170,6 +171,8 @@ class Members:
         self.affinity = Affinity(os.urandom(16))
         self.sessions = SessionPlaces(os.urandom(16))
         self.corrections = SpeedCorrections()
+        # Machines that were late once because kernels were compiled, and the kind of work.
+        self._forgiven = set[tuple[str, Work]]()
         self._fetch_speeds = FetchSpeeds()
         self.backoff = PeerBackoff()
         self.unaided = unaided
@@ -283,7 +286,11 @@ class Members:
             self.backoff.refused(node_id, work, error.code, now_s, most_s, model=model)
 
     def late(self, node_id: str, work: Work) -> None:
-        """Leave a machine out of this kind of work for a while: it took too long."""
+        """Leave a machine out of this kind of work for a while: it took too long. The first time is forgiven
+        if the machine compiles kernels late: they are there when it is asked again."""
+        if work != "fetch" and self._compiles(node_id) and (node_id, work) not in self._forgiven:
+            self._forgiven.add((node_id, work))
+            return
         self.backoff.failed(node_id, work, "timeout", self._monotonic(), this_work_only=True)
         self._proven.discard(node_id)
 
@@ -372,8 +379,8 @@ class Members:
         took_s: float,
     ) -> None:
         """What a part of a prompt took; ``expected_s`` and ``token_s`` by the machine's own figures."""
-        of = CorrectedWork(node_id, model, work)
-        self.corrections.ran(of, token_s, self._monotonic(), expected_s=expected_s, took_s=took_s)
+        of, now_s, late = CorrectedWork(node_id, model, work), self._monotonic(), self._compiles(node_id)
+        self.corrections.ran(of, token_s, now_s, expected_s=expected_s, took_s=took_s, compiles=late)
 
     def waited(
         self, node_id: str, model: str, token_s: float, work: PromptWork, *, expected_s: float, took_s: float
@@ -383,8 +390,14 @@ class Members:
         count: requests take some time besides computing.
         """
         took_s = max(expected_s, took_s - limits.ANSWER_OVERHEAD_S)
-        of, now_s = CorrectedWork(node_id, model, work), self._monotonic()
-        self.corrections.ran(of, token_s, now_s, expected_s=expected_s, took_s=took_s, seen_here=True)
+        of, now_s, late = CorrectedWork(node_id, model, work), self._monotonic(), self._compiles(node_id)
+        self.corrections.ran(
+            of, token_s, now_s, expected_s=expected_s, took_s=took_s, seen_here=True, compiles=late
+        )
+
+    def _compiles(self, node_id: str) -> bool:
+        found = self._member(node_id)
+        return found is not None and compiles_late(found.card.machine.accelerator)
 
     def fetch_speed(self, node_id: str, link: LinkSpeed, bytes_per_s: float, cached: float) -> FetchSpeed:
         """How fast blocks come from a machine; see ``FetchSpeeds.speed``."""

@@ -19,6 +19,7 @@ from fleetd.models import file_threads
 from fleetd.models.folder import ModelFolder
 from fleetd.models.purposes import check_catalog, check_purpose
 from fleetd.p2p.membership.cards import ModelCard
+from fleetd.plan.chip_speeds import compiles_late
 from fleetd.plan.costs import modelled
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.members.members import Member, Members, eligible, expected_load_s
@@ -65,6 +66,8 @@ class VectorMachines:
         self._monotonic = monotonic
         # Tokens per second, by node id and model.
         self._tok_s: dict[tuple[str, str], float] = {}
+        # Those that have computed the part that compiles their kernels.
+        self._compiled = set[tuple[str, str]]()
         # What requests have given each machine and wait for, by node id: tokens, about, and parts.
         self._given_tokens: Counter[str] = Counter()
         self._given_parts: Counter[str] = Counter()
@@ -124,6 +127,7 @@ class VectorMachines:
             chats=self._members.requests_at(THIS_NODE).requests > 0,
             rests=self._rests(THIS_NODE),
             kind=_kind(member, card),
+            compiles=compiles_late(member.card.machine.accelerator),
         )
 
     def _there(self, member: Member, card: ModelCard, model: EncoderModel) -> VectorMachine:
@@ -138,6 +142,7 @@ class VectorMachines:
             chats=member.card.running + member.card.waiting > 0,
             rests=self._rests(member.node_id),
             kind=_kind(member, card),
+            compiles=compiles_late(member.card.machine.accelerator),
         )
 
     def _speed(self, member: Member, card: ModelCard, model: EncoderModel) -> float:
@@ -171,6 +176,9 @@ class VectorMachines:
             self._rests_until_s[machine.node_id] = self._monotonic() + limits.VECTOR_REST * computed_s
         elif tokens >= _TELLING_TOKENS and seconds > 0 and not machine.queued:
             key = (machine.node_id, model.key)
+            if machine.compiles and key not in self._compiled:
+                self._compiled.add(key)
+                return
             newest = tokens / seconds
             known = self._tok_s.get(key, newest)
             self._tok_s[key] = known + _NEWEST * (newest - known)

@@ -42,6 +42,8 @@ class VectorMachine(msgspec.Struct, frozen=True):
     rests: bool = False
     # Equal for machines that compute the same bytes.
     kind: str = ""
+    # True if the first part there compiles kernels (``chip_speeds``), so that its time is no speed.
+    compiles: bool = False
 
     @property
     def here(self) -> bool:
