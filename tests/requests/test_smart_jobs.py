@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,9 +40,12 @@ from fleetd.engine.protocol import (
     TokenPrompt,
 )
 from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
+from fleetd.plan.beginnings import KeptBeginning
+from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.ledger import Ledger
 from fleetd.requests.metrics import Metrics
+from fleetd.requests.placement.placement import Placement, PromptPlaces
 from fleetd.requests.smart_prefill import compression_job
 from fleetd.requests.smart_prefill.compression_job import (
     USUAL_RATIO,
@@ -375,6 +379,46 @@ async def test_a_prompt_that_no_machine_reads_whole_is_shortened_at_any_price(ho
     assert (await this.told(chat())).used
 
 
+def surveyed(this: SmartHome, places: PromptPlaces) -> list[PromptPlaces]:
+    """Let a machine find these places of every prompt. Returns those that each choice of a machine knew."""
+    known: list[PromptPlaces] = []
+
+    async def of_job(_job: Job, _model: str) -> PromptPlaces:
+        return places
+
+    def choose(_job: Job, _model: Any, *, places: PromptPlaces, **_: Any) -> Placement:
+        known.append(places)
+        return Placement(THIS_NODE, LOCAL)
+
+    this.runner._survey = SimpleNamespace(of_job=of_job)  # type: ignore[assignment]
+    this.runner._placer = SimpleNamespace(choose=choose)  # type: ignore[assignment]
+    return known
+
+
+async def test_what_machines_keep_of_a_prompt_is_known_after_it_was_not_shortened(home: Any) -> None:
+    this, places = home(), {THIS_NODE: KeptBeginning(disk_tokens=4000)}
+    known = surveyed(this, places)
+    assert (await this.told(chat("short"))).code == "short"
+    assert known == [places, places]
+
+
+async def test_a_shortened_prompt_is_another_one_than_machines_keep(home: Any) -> None:
+    this, places = home(), {THIS_NODE: KeptBeginning(disk_tokens=4000)}
+    known = surveyed(this, places)
+    assert (await this.told(chat())).used
+    assert known == [places, {}]
+
+
+@pytest.mark.parametrize("local_only", [False, True])
+async def test_a_prompt_that_is_on_the_disk_is_read_from_there(home: Any, local_only: bool) -> None:
+    this = home()
+    this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
+    this.speeds.seed(SCORER, MeasuredSpeed(5000.0, 200.0), now_s=0.0)
+    surveyed(this, {THIS_NODE: KeptBeginning(disk_tokens=9000, n_bytes=10**6, bytes_per_s=1e9)})
+    assert (await this.told(chat(), local_only=local_only)).code == "slower"
+    assert not this.pool.scores
+
+
 @pytest.mark.parametrize("form", ["sparse", "text"])
 async def test_what_is_kept_is_priced_with_the_help_of_others(home: Any, form: Any) -> None:
     this = home(sparse="", kept=20)
@@ -382,7 +426,7 @@ async def test_what_is_kept_is_priced_with_the_help_of_others(home: Any, form: A
     this.speeds.seed(SCORER, MeasuredSpeed(5000.0, 200.0), now_s=0.0)
     asked: list[tuple[int, int]] = []
 
-    def best_s(_folder: Any, tokens: int, _cached: int, kept: int) -> float:
+    def best_s(_folder: Any, tokens: int, _cached: int, kept: int, _places: Any = None) -> float:
         asked.append((tokens, kept))
         return 0.0
 

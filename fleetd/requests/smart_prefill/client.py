@@ -28,7 +28,8 @@ from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Accepted, Event, Generate, Loading, Ready, TextPrompt, Tokenized
 from fleetd.errors import FleetError
 from fleetd.models.folder import ModelFolder
-from fleetd.plan.costs import MEASURED_TOKENS
+from fleetd.plan.beginnings import KeptBeginning, from_disk
+from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
 from fleetd.plan.prefill import step_names
 from fleetd.plan.prompt_forms import FormChoice, sooner_form
 from fleetd.plan.refusals import THIS_NODE
@@ -39,7 +40,14 @@ from fleetd.process.observe import get_logger
 from fleetd.requests.job import THIS_NAME, Job, prompt_text
 from fleetd.requests.members.members import Members
 from fleetd.requests.pipeline import PipelineStep
-from fleetd.requests.placement.placement import ANSWER_TOKENS, KnownTokens, Placement, Placer, WantedModel
+from fleetd.requests.placement.placement import (
+    ANSWER_TOKENS,
+    KnownTokens,
+    Placement,
+    Placer,
+    PromptPlaces,
+    WantedModel,
+)
 from fleetd.requests.placement.way_views import way_views
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.request import Request, Shortening
@@ -58,17 +66,20 @@ from fleetd.requests.timeline import Span
 
 log = get_logger("fleetd.compression")
 
+_NOWHERE: PromptPlaces = {}
+
 
 class AnsweringModel(msgspec.Struct, frozen=True):
     """What answers: ``choice`` says where, ``folder`` is the model on this machine.
 
-    ``admitted``: for a request, which waits here already.
+    ``admitted``: for a request, which waits here already. ``places``: what machines keep of the whole prompt.
     """
 
     name: str
     folder: ModelFolder | None
     choice: Placement
     admitted: bool = False
+    places: PromptPlaces = {}
 
 
 class SmartPrefill(PipelineStep):
@@ -134,8 +145,10 @@ class SmartPrefill(PipelineStep):
 
     @staticmethod
     def whole(job: Job) -> Job:
-        """The same job with all of its prompt."""
-        return replace(job, request=smart_prompt.plain(job.request))
+        """The job with all of its prompt: the same one if that has no marks, so that what is known of its
+        prompt still holds."""
+        request = smart_prompt.plain(job.request)
+        return job if request is job.request else replace(job, request=request)
 
     def try_whole(self, request: Request, error: FleetError) -> bool:
         """After a shortened prompt failed: True if the whole one is to be tried, which is then the job."""
@@ -160,7 +173,13 @@ class SmartPrefill(PipelineStep):
         job, policy = request.asked, request.asked.smart
         if policy is None:
             raise SkipCompression("failed", "Nothing was asked for.")
-        target = AnsweringModel(request.model.name, request.model.folder, request.placement, admitted=True)
+        target = AnsweringModel(
+            request.model.name,
+            request.model.folder,
+            request.placement,
+            admitted=True,
+            places=request.places,
+        )
         # Work that takes longer the longer a prompt is runs in a thread.
         found, tokens = await asyncio.to_thread(_document, job)
         if tokens < policy.min_prompt_tokens:
@@ -432,11 +451,11 @@ class SmartPrefill(PipelineStep):
         speed = self.compressing.scorers.speed_at(target.choice.node_id, target.name)
         if speed is None:
             return SmartPrefillQuestion(tokens, ratio, None, form=choice)
-        new = range(min(cached, tokens), tokens)
-        dense_s = speed.total(1.0, new, MEASURED_TOKENS)
+        cached = min(cached, tokens)
+        dense_s = _alone_s(speed, tokens, cached, target.places.get(target.choice.node_id))
         helped_s = kept_s = 0.0
         if not alone:
-            helped_s = self._best_s(target, tokens, new.start, 0)
+            helped_s = self._best_s(target, tokens, cached, 0, target.places)
             kept_s = self._best_s(target, *_kept_size(choice.chosen, tokens, ratio))
         if helped_s > 0:
             dense_s = min(dense_s, helped_s)
@@ -444,19 +463,25 @@ class SmartPrefill(PipelineStep):
             dense_s = 0.0  # nothing to compare with: no machine reads all of it
         return SmartPrefillQuestion(tokens, ratio, speed, dense_s=dense_s, kept_s=kept_s, form=choice)
 
-    def _best_s(self, target: AnsweringModel, tokens: int, cached: int, kept: int) -> float:
+    def _best_s(
+        self, target: AnsweringModel, tokens: int, cached: int, kept: int, places: PromptPlaces = _NOWHERE
+    ) -> float:
         """Seconds to the first token in the best way; 0 if unknown."""
-        best = self._best(target, tokens, cached, kept)
+        best = self._best(target, tokens, cached, kept, places)
         return 0.0 if best is None else best.first_token_s or 0.0
 
-    def _best(self, target: AnsweringModel, tokens: int, cached: int, kept: int) -> Way | None:
+    def _best(
+        self, target: AnsweringModel, tokens: int, cached: int, kept: int, places: PromptPlaces = _NOWHERE
+    ) -> Way | None:
         """The best way to answer; None if unknown."""
-        ways = self._ways(target, tokens, cached, kept)
+        ways = self._ways(target, tokens, cached, kept, places)
         return None if ways is None else ways.chosen
 
-    def _ways(self, target: AnsweringModel, tokens: int, cached: int, kept: int) -> Ways | None:
+    def _ways(
+        self, target: AnsweringModel, tokens: int, cached: int, kept: int, places: PromptPlaces = _NOWHERE
+    ) -> Ways | None:
         """The ways to answer a prompt. One of which only ``kept`` tokens are computed is answered by the
-        machine that was chosen: it alone was asked whether it can."""
+        machine that was chosen: it alone was asked whether it can. ``places``: what machines keep of it."""
         if self._placer is None:
             return None
         at = target.choice.node_id
@@ -471,12 +496,20 @@ class SmartPrefill(PipelineStep):
             lambda member: KnownTokens(cached if member.node_id == at else 0),
             others=others,
             kept=kept,
+            places=places,
         )
 
     def _too_long(self, target: AnsweringModel, tokens: int) -> bool:
         """True if the prompt is longer than the model's context, by an estimate of its tokens."""
         known = [target.folder, *(member.model(target.name) for member in self._members.others("answer"))]
         return tokens > next((model.shape.context_tokens for model in known if model is not None), tokens)
+
+
+def _alone_s(speed: PrefillSpeed, tokens: int, cached: int, kept: KeptBeginning | None) -> float:
+    """Seconds in which the machine that answers reads a prompt by itself. ``kept``: what it has of it."""
+    disk = from_disk(kept, cached) if kept is not None else None
+    ways_s = [(0.0, cached)] if disk is None else [(0.0, cached), (disk.seconds, min(disk.tokens, tokens))]
+    return min(begun_s + speed.total(1.0, range(begun, tokens), MEASURED_TOKENS) for begun_s, begun in ways_s)
 
 
 def _kept_size(form: Form, tokens: int, ratio: float) -> tuple[int, int, int]:

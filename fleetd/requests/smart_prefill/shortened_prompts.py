@@ -15,7 +15,7 @@ from fleetd.compression import elide
 from fleetd.compression.document import Document, unmark, unmarked
 from fleetd.compression.selection import Selection
 from fleetd.compression.words import Range, estimate_tokens
-from fleetd.engine.protocol import ChatPrompt, Generate, Keep, TextPrompt, TokenPrompt
+from fleetd.engine.protocol import ChatPrompt, Generate, Keep, Prompt, TextPrompt, TokenPrompt
 
 
 def document(request: Generate, *, system_context: bool = False) -> Document | None:
@@ -33,15 +33,17 @@ def document(request: Generate, *, system_context: bool = False) -> Document | N
 
 
 def plain(request: Generate) -> Generate:
-    """The whole prompt, without the marks that only selection understands."""
-    match request.prompt:
+    """The request with its whole prompt, without the marks that only selection understands: the same one if
+    it has none."""
+    prompt: Prompt = request.prompt
+    match prompt:
         case ChatPrompt(messages=messages):
-            prompt = msgspec.structs.replace(request.prompt, messages=unmarked(messages))
-            return msgspec.structs.replace(request, prompt=prompt)
+            prompt = msgspec.structs.replace(prompt, messages=unmarked(messages))
         case TextPrompt(text):
-            return msgspec.structs.replace(request, prompt=TextPrompt(unmark(text)[0]))
+            prompt = TextPrompt(unmark(text)[0])
         case TokenPrompt():
-            return request
+            pass
+    return request if prompt == request.prompt else msgspec.structs.replace(request, prompt=prompt)
 
 
 def shortened(request: Generate, found: Document, selection: Selection) -> Generate:
