@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 import msgspec
 from msgspec.structs import replace
 
+from fleetd import limits
 from fleetd.compression.document import Document
 from fleetd.compression.history import History
 from fleetd.compression.policy import SmartPrefillPolicy
@@ -107,6 +109,8 @@ class SmartPrefill(PipelineStep):
         self._placer = placer
         self._monotonic = monotonic
         self._history = History()
+        # Of prompts that came lately.
+        self._forms: OrderedDict[bytes, Form] = OrderedDict()
         self._members = members
         # Open until the end of the request: scores that were of no use are not paid for.
         self._bills: dict[Request, ScoringBill] = {}
@@ -209,10 +213,9 @@ class SmartPrefill(PipelineStep):
                     tokens = compression.tokens
                     if tokens < policy.min_prompt_tokens:
                         raise _short(tokens, policy)
-            kept_tokens = int(compression.kept_share * tokens)
-            stays, begun = _stays(job), _begun(compression)
-            choice = self._form(policy, target, tokens, kept_tokens, begun=begun, stays=stays)
+            choice = self._form_of(job, target, compression, policy)
             form = choice.chosen
+            self._remember(compression, target, form)
             compression.policy = msgspec.structs.replace(policy, mode=form)
             compression.price = lambda tokens, ratio: self._price(job, target, choice, tokens, ratio)
             if compression.selection is None:
@@ -244,10 +247,8 @@ class SmartPrefill(PipelineStep):
         folder, policy = compression.target, compression.policy
         if folder is None or self._pool.loading_engine(folder) is not None:
             return False
-        kept_tokens = int(compression.kept_share * compression.tokens)
-        stays, begun = _stays(job), _begun(compression)
         try:
-            choice = self._form(policy, target, compression.tokens, kept_tokens, begun=begun, stays=stays)
+            choice = self._form_of(job, target, compression, policy)
         except SkipCompression:
             return False  # once it is loaded, it may say otherwise
         compression.price = lambda tokens, ratio: self._price(job, target, choice, tokens, ratio)
@@ -356,6 +357,24 @@ class SmartPrefill(PipelineStep):
         return msgspec.structs.replace(view, options=[*smart, *whole])
 
     # ---- how, and for what -------------------------------------------------------------------------------
+
+    def _form_of(
+        self, job: Job, target: AnsweringModel, compression: CompressionJob, policy: SmartPrefillPolicy
+    ) -> FormChoice:
+        """The form of a request's prompt. Raises SkipCompression."""
+        tokens = compression.tokens
+        kept_tokens = int(compression.kept_share * tokens)
+        begun = _begun(compression) or self._forms.get(_form_key(compression, target), "")
+        return self._form(policy, target, tokens, kept_tokens, begun=begun, stays=_stays(job))
+
+    def _remember(self, compression: CompressionJob, target: AnsweringModel, form: Form) -> None:
+        """Keep the form of a prompt for those that repeat it. The choices of one request are such, and some
+        may be priced while others are answered already."""
+        key = _form_key(compression, target)
+        self._forms[key] = form
+        self._forms.move_to_end(key)
+        while len(self._forms) > limits.SMART_REMEMBERED:
+            self._forms.popitem(last=False)
 
     def _form(
         self,
@@ -522,6 +541,11 @@ def _kept_size(form: Form, tokens: int, ratio: float) -> tuple[int, int, int]:
 def _stays(job: Job) -> bool:
     """True if other machines may not see the prompt, or the request names those that may answer."""
     return not job.shareable or bool(job.placement)
+
+
+def _form_key(compression: CompressionJob, target: AnsweringModel) -> bytes:
+    """Equal for prompts that are to have the same form."""
+    return smart_prompt.key(compression.document, target.name)
 
 
 def _begun(compression: CompressionJob) -> Form:

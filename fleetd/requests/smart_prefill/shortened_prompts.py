@@ -94,7 +94,7 @@ def is_empty(found: Document, selection: Selection) -> bool:
     )
 
 
-def key(found: Document, compressor: str, *, without_question: bool = False) -> bytes:
-    """Equal for prompts whose scores are equal."""
-    parts = (found.text, () if without_question else found.questions, compressor, without_question)
+def key(found: Document, model: str, *, without_question: bool = False) -> bytes:
+    """Equal for prompts of which a model makes the same, as the scores of a compressor."""
+    parts = (found.text, () if without_question else found.questions, model, without_question)
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).digest()
