@@ -23,8 +23,8 @@ from fleetd.compression.words import PARAGRAPH_END, Range, estimate_tokens, line
 # Text between these is always kept; models never see them. One alone on its line takes the line with it.
 _MARK = re.compile(r"(?m)^[ \t]*</?fleet:keep>[ \t]*\n|</?fleet:keep>")
 # What stands between such tags in a system prompt is material, put there by a program that looked it up. They
-# begin and end lines: in a sentence they are named ("answer from what is in <context> tags"), and what follows
-# are instructions.
+# begin and end lines: a sentence only names them ("answer from what is in <context> tags"), and instructions
+# follow.
 _CONTEXT = re.compile(
     r"^[ \t]*<(context|documents|sources)>((?:(?!</?\1>).)*)</\1>[ \t\r]*$",
     re.DOTALL | re.IGNORECASE | re.MULTILINE,

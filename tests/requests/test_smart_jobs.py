@@ -371,6 +371,17 @@ async def test_a_prompt_over_the_context_is_shortened_as_text(
     assert (await this.told(chat())).form == form
 
 
+@pytest.mark.parametrize(("tools", "form"), [(0, "sparse"), (200, "text")])
+async def test_tools_have_a_part_in_the_context(home: Any, tools: int, form: str) -> None:
+    this = home(sparse="", kept=20)
+    document = estimate_tokens(text_of(chat()))
+    this.models.found = [FakeFolder("m", document + 1000), *folders(SCORER)]
+    this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
+    this.speeds.seed(SCORER, MeasuredSpeed(3000.0, 20.0), now_s=0.0)
+    shown = [{"type": "function", "function": {"name": f"tool_{n}"}} for n in range(tools)]
+    assert (await this.told(Generate("r1", ChatPrompt(messages(), tools=shown)))).form == form
+
+
 async def test_a_prompt_that_no_machine_reads_whole_is_shortened_at_any_price(home: Any) -> None:
     this = home()
     this.models.found = [FakeFolder("m", 1000), *folders("smollm2-135m")]

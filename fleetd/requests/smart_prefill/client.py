@@ -75,6 +75,7 @@ class AnsweringModel(msgspec.Struct, frozen=True):
     """What answers: ``choice`` says where, ``folder`` is the model on this machine.
 
     ``admitted``: for a request, which waits here already. ``places``: what machines keep of the whole prompt.
+    ``beside_tokens``: those of it that are not in its document, about.
     """
 
     name: str
@@ -82,6 +83,7 @@ class AnsweringModel(msgspec.Struct, frozen=True):
     choice: Placement
     admitted: bool = False
     places: PromptPlaces = {}
+    beside_tokens: int = 0
 
 
 class SmartPrefill(PipelineStep):
@@ -177,15 +179,17 @@ class SmartPrefill(PipelineStep):
         job, policy = request.asked, request.asked.smart
         if policy is None:
             raise SkipCompression("failed", "Nothing was asked for.")
+        # Work that takes longer the longer a prompt is runs in a thread.
+        found, tokens = await asyncio.to_thread(_document, job)
+        beside_tokens = await asyncio.to_thread(smart_prompt.beside_tokens, job.request)
         target = AnsweringModel(
             request.model.name,
             request.model.folder,
             request.placement,
             admitted=True,
             places=request.places,
+            beside_tokens=beside_tokens,
         )
-        # Work that takes longer the longer a prompt is runs in a thread.
-        found, tokens = await asyncio.to_thread(_document, job)
         if tokens < policy.min_prompt_tokens:
             raise _short(tokens, policy)
         compression = CompressionJob(request.id, found, tokens, policy, bill, not job.shareable)
@@ -519,7 +523,8 @@ class SmartPrefill(PipelineStep):
         )
 
     def _too_long(self, target: AnsweringModel, tokens: int) -> bool:
-        """True if the prompt is longer than the model's context, by an estimate of its tokens."""
+        """True if a prompt, whose document has ``tokens``, is longer than the model's context; about."""
+        tokens += target.beside_tokens
         known = [target.folder, *(member.model(target.name) for member in self._members.others("answer"))]
         return tokens > next((model.shape.context_tokens for model in known if model is not None), tokens)
 

@@ -32,6 +32,14 @@ def document(request: Generate, *, system_context: bool = False) -> Document | N
             return None
 
 
+def beside_tokens(request: Generate) -> int:
+    """About how many tokens a prompt has besides its document: tools, calls, what a template writes."""
+    if not isinstance(request.prompt, ChatPrompt):
+        return 0
+    beside = [{key: value for key, value in each.items() if key != "content"} for each in said(request)]
+    return estimate_tokens(msgspec.json.encode([request.prompt.tools, beside]).decode())
+
+
 def plain(request: Generate) -> Generate:
     """The request with its whole prompt, without the marks that only selection understands: the same one if
     it has none."""
