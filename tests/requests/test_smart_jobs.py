@@ -229,6 +229,32 @@ async def test_a_turn_after_a_sparse_one_leaves_out_the_same_tokens(home: Any) -
     assert len(this.pool.scores) == 1
 
 
+async def test_a_turn_that_fails_before_its_form_is_known_goes_on_sparsely_afterwards(
+    home: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this = home(sparse="", kept=20)
+    assert (await this.told(chat())).form == "sparse"
+    answered = [{"role": "assistant", "content": "4711"}, {"role": "user", "content": "Say the code again."}]
+    sent = ChatPrompt([*messages(), *answered])
+
+    def loading(*_: Any, **__: Any) -> Any:
+        raise OutOfMemory("There is no room.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(this.pool, "loading", loading)
+        assert (await this.told(Generate("r2", sent))).code == "out_of_memory"
+    assert (await this.told(Generate("r3", sent))).form == "sparse"
+
+
+async def test_marks_of_what_is_cached_lie_where_the_shortened_text_ends(home: Any) -> None:
+    this, sent = home(), messages()
+    ends = [(index, len(message["content"])) for index, message in enumerate(sent)]
+    marks = [*ends, (1, 200)]
+    assert (await this.told(Generate("r1", ChatPrompt(sent, cache_marks=marks)))).form == "text"
+    prompt = this.pool.asked[0].prompt
+    assert prompt.cache_marks == [ends[0], (1, len(prompt.messages[1]["content"])), ends[2]]
+
+
 async def test_a_turn_after_one_as_text_is_text(home: Any) -> None:
     this = home()
     assert (await this.told(chat())).form == "text"

@@ -285,7 +285,9 @@ class SmartPrefill(PipelineStep):
         if selection.original_tokens < policy.min_prompt_tokens:
             raise _short(selection.original_tokens, policy)
         said, compressor = smart_prompt.said(job.request), compression.compressor
-        self._history.keep(said, policy, selection, compressor, sparse=form == "sparse")
+        # Before its form is known, it goes on as it began.
+        sparse = form == "sparse" if form else compression.aged.sparse
+        self._history.keep(said, policy, selection, compressor, sparse=sparse)
         if selection.declined:
             raise SkipCompression("declined", selection.declined)
         if all(selection.whole(found, index) for index in range(len(found.blocks))):

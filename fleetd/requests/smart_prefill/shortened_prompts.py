@@ -46,7 +46,7 @@ def plain(request: Generate) -> Generate:
     prompt: Prompt = request.prompt
     match prompt:
         case ChatPrompt(messages=messages):
-            prompt = msgspec.structs.replace(prompt, messages=unmarked(messages))
+            prompt = _with(prompt, unmarked(messages))
         case TextPrompt(text):
             prompt = TextPrompt(unmark(text)[0])
         case TokenPrompt():
@@ -54,14 +54,25 @@ def plain(request: Generate) -> Generate:
     return request if prompt == request.prompt else msgspec.structs.replace(request, prompt=prompt)
 
 
+def _with(prompt: ChatPrompt, messages: list[dict[str, Any]]) -> ChatPrompt:
+    """The prompt with other contents. A cache mark at the end of a content stays at its end; one inside of a
+    content that has changed is lost."""
+    marks = []
+    for index, chars in prompt.cache_marks:
+        before, after = (each[index].get("content") or "" for each in (prompt.messages, messages))
+        if before == after:
+            marks.append((index, chars))
+        elif chars == len(before):
+            marks.append((index, len(after)))
+    return msgspec.structs.replace(prompt, messages=messages, cache_marks=marks)
+
+
 def shortened(request: Generate, found: Document, selection: Selection) -> Generate:
     """The request with the kept text in its order, and a line for what is left out. What is no text stays."""
     match request.prompt:
         case ChatPrompt(messages=messages):
-            kept = elide.messages(found, selection, messages)
-            return msgspec.structs.replace(
-                request, prompt=msgspec.structs.replace(request.prompt, messages=kept)
-            )
+            kept = _with(request.prompt, elide.messages(found, selection, messages))
+            return msgspec.structs.replace(request, prompt=kept)
         case TextPrompt():
             return msgspec.structs.replace(request, prompt=TextPrompt(elide.texts(found, selection)[0]))
         case TokenPrompt():
