@@ -456,6 +456,42 @@ async def test_a_prompt_that_is_on_the_disk_is_read_from_there(home: Any, local_
     assert not this.pool.scores
 
 
+async def test_a_prompt_that_is_in_memory_is_read_whole(home: Any) -> None:
+    """That takes no time, which is not the same as a time that nobody knows."""
+    this = home()
+    this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
+    this.speeds.seed(SCORER, MeasuredSpeed(5000.0, 200.0), now_s=0.0)
+    await this.ask(chat(), None)
+    assert (await this.told(chat(request_id="r2"))).code == "slower"
+    assert not this.pool.scores
+
+
+async def test_as_much_of_a_prompt_is_in_memory_as_of_its_letters(home: Any) -> None:
+    this = home(tokens_per_estimated=0.5)
+    this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
+    this.speeds.seed(SCORER, MeasuredSpeed(5000.0, 200.0), now_s=0.0)
+    cached: list[float] = []
+
+    def best_s(_target: Any, tokens: int, known: int, *_: Any) -> float:
+        cached.append(known / tokens)
+        return 0.0
+
+    await this.ask(Generate("r1", ChatPrompt(messages(haystack(300, 90)[: len(haystack(200)) // 2]))), None)
+    this.smart._best_s = best_s
+    await this.told(chat(haystack(200, 90), request_id="r2"))
+    assert 0.4 < cached[0] < 0.6
+
+
+async def test_what_was_in_memory_before_a_load_is_not_counted_on(home: Any) -> None:
+    this = home()
+    this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
+    this.speeds.seed(SCORER, MeasuredSpeed(5000.0, 200.0), now_s=0.0)
+    await this.ask(chat(), None)
+    assert (await this.told(chat(request_id="r2"))).code == "slower"
+    this.pool.loaded.remove("m")
+    assert (await this.told(chat(request_id="r3"))).used
+
+
 @pytest.mark.parametrize("form", ["sparse", "text"])
 async def test_what_is_kept_is_priced_with_the_help_of_others(home: Any, form: Any) -> None:
     this = home(sparse="", kept=20)

@@ -39,7 +39,7 @@ from fleetd.plan.route import RouteQuestion
 from fleetd.plan.scoring import SmartPrefillQuestion
 from fleetd.plan.ways import Way, Ways
 from fleetd.process.observe import get_logger
-from fleetd.requests.job import THIS_NAME, Job, prompt_text
+from fleetd.requests.job import CHARS_PER_TOKEN, THIS_NAME, Job, prompt_text
 from fleetd.requests.members.members import Members
 from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.placement.placement import (
@@ -211,6 +211,8 @@ class SmartPrefill(PipelineStep):
                         loads = True
                         yield progress
                 if loads:
+                    # What it kept of prompts in memory before is lost.
+                    self._members.lost_prompts(THIS_NODE, target.name)
                     loaded = [Span(step_names.LOADED, THIS_NAME, began_s, self._monotonic())]
                 if compression.selection is None:
                     await self._count(target.folder, compression)
@@ -251,6 +253,7 @@ class SmartPrefill(PipelineStep):
         folder, policy = compression.target, compression.policy
         if folder is None or self._pool.loading_engine(folder) is not None:
             return False
+        self._members.lost_prompts(THIS_NODE, target.name)
         try:
             choice = self._form_of(job, target, compression, policy)
         except SkipCompression:
@@ -457,7 +460,9 @@ class SmartPrefill(PipelineStep):
         """What reading all of it would take, what is cached already counted."""
         ratio = self._computed(choice.chosen, target, tokens, ratio)
         whole = prompt_text(smart_prompt.plain(job.request))
-        cached = self._members.known_tokens(target.choice.node_id, target.name, whole)
+        known = self._members.known_tokens(target.choice.node_id, target.name, whole)
+        # Known are its letters; these tokens are counted, mostly fewer.
+        cached = tokens * known * CHARS_PER_TOKEN // max(1, len(whole))
         weights_bytes = target.folder.weights_bytes if target.folder is not None else 0
         asked = self._asked(target, choice, tokens, cached, ratio, alone=not job.shareable)
         return CompressionPrice(asked, weights_bytes)
@@ -476,7 +481,8 @@ class SmartPrefill(PipelineStep):
         speed = self.compressing.scorers.speed_at(target.choice.node_id, target.name)
         if speed is None:
             return SmartPrefillQuestion(tokens, ratio, None, form=choice)
-        cached = min(cached, tokens)
+        # Something is always computed: no time at all would say that it is not known.
+        cached = min(cached, tokens - 1)
         dense_s = _alone_s(speed, tokens, cached, target.places.get(target.choice.node_id))
         helped_s = kept_s = 0.0
         if not alone:
