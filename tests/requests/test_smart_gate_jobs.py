@@ -173,6 +173,8 @@ async def test_who_leaves_ends_the_scoring(home: Any) -> None:
 
 async def test_dense_and_shortened_prompts_do_not_disturb_each_other(home: Any) -> None:
     this = home(sparse="", kept=20)
+    this.speeds.seed("m", MeasuredSpeed(100.0, 100.0), now_s=0.0)
+    this.speeds.seed("smollm2-135m", MeasuredSpeed(10_000.0, 100.0), now_s=0.0)
     # What was read whole is in memory, and would be read whole again.
     prompts = [chat(f"Log {n % 2}.\n\n{haystack()}", request_id=f"r{n}") for n in range(6)]
     asked = [this.ask(prompt, ASKED if n % 2 else None) for n, prompt in enumerate(prompts)]
