@@ -24,12 +24,14 @@ from bench.harness.daemon import MODEL, fetch_model
 from eval import arithmetic, forms, kept_facts, long_texts, requests, rounded, tried_voices
 from eval.engine import Engine
 from eval.kept_facts import KeptFacts
-from eval.report import MeasuredAt, Results, page, pictures
+from eval.profile import FILE as PROFILES
+from eval.report import MeasuredAt, Results, page, pictures, profile_said
 from eval.runs import Outcome, RequestRunner, gate, selection_recall
 from eval.statistics import Share
 from eval.tasks import Task, task
 from fleetd.compression.words import estimate_tokens
 from fleetd.engine.protocol import Keep
+from fleetd.engine.scoring.known_profiles import ShippedProfiles
 from fleetd.errors import FleetError
 from fleetd.hardware.probe import cores
 
@@ -181,8 +183,7 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
         for other in engines[1:]:
             other.profile = engine.profile
         if engine.profile is not None:
-            heads, layers = len(engine.profile.heads), engine.profile.exit_layer
-            results.profile = f"{heads} heads of the model are asked, in its first {layers} layers."
+            results.profile = profile_said(len(engine.profile.heads), engine.profile.exit_layer)
         asked = requests.requests("held_out")
         # They stand in the order of their documents: some of each.
         some = asked[:: len(asked) // (QUICK_REQUESTS if results.quick else max(1, round(part * len(asked))))]
@@ -330,8 +331,15 @@ def _write(results: Results, folder: Path) -> None:
     for name, svg in drawn.items():
         (folder / PICTURES.name / name).write_text(svg, encoding="utf-8")
     commits = {staleness.measured_at(results.machine), *(each.commit for each in results.measured.values())}
-    ages = {commit: staleness.since(ROOT, commit, CODE) for commit in commits}
-    (folder / PAGE.name).write_text(page(results, ages), encoding="utf-8")
+    later = {commit: staleness.since(ROOT, commit, CODE) for commit in commits}
+    (folder / PAGE.name).write_text(page(results, later, _scorer_now(results.model)), encoding="utf-8")
+
+
+def _scorer_now(model: str) -> str:
+    """How a model scores by the profile that is shipped; "" if it has none."""
+    shipped = msgspec.json.decode(PROFILES.read_bytes(), type=ShippedProfiles)
+    found = next((each.found for each in shipped.profiles if each.model == model), None)
+    return "" if found is None else profile_said(len(found.heads), found.exit_layer)
 
 
 if __name__ == "__main__":

@@ -140,15 +140,16 @@ it computes the first half of the layers of the prompt. *by tokens*: it computes
 In *8 bits* and *4 bits* this machine is alone; keys and values are held in so many (`models.kv_bits`)."""
 
 _BITS = """\
-Perplexity of texts that stay whole, weights and products in float32, by how keys and values are held:"""
+Perplexity of texts that stay whole, weights and products in float32, by how keys and values are held."""
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """A promise: the share of some cells that must be reached."""
+    """A promise: the share of some cells that must be reached. ``steps``: what measured these."""
 
     said: str
     share: Share | Ratio
     least: float
+    steps: tuple[str, ...]
 
 
 def bars(results: Results) -> list[Bar]:
@@ -162,14 +163,17 @@ def bars(results: Results) -> list[Bar]:
                 mine = _cell(results, "single", tokens, ratio)
                 if mine:
                     said = f"One needle, {tokens} tokens, ratio {ratio}, {form}"
-                    found.append(Bar(said, recall(mine, form), least))
+                    found.append(Bar(said, recall(mine, form), least, (f"single-{tokens}",)))
     for form in ours:
         mine = [o for o in results.outcomes if o.kind in ("needles4", "needles8") and o.ratio == 0.3]
         if mine:
             kinds = " and ".join(name for kind, name in _NAMES.items() if any(o.kind == kind for o in mine))
             said = f"{kinds.capitalize()}, ratio 0.3, {form}"
-            found.append(Bar(f"{said}, of the whole prompt's own answers", recall(mine, form), 0.95))
-            found.append(Bar(f"{said}, as many answers as the whole prompt", compared(mine, form), 0.95))
+            steps = tuple(sorted({f"{o.kind}-{o.tokens}" for o in mine}))
+            found.append(Bar(f"{said}, of the whole prompt's own answers", recall(mine, form), 0.95, steps))
+            found.append(
+                Bar(f"{said}, as many answers as the whole prompt", compared(mine, form), 0.95, steps)
+            )
     for several, of_kinds, least in (
         ("One needle", ("one needle",), 0.97),
         ("Several needles", _SEVERAL, 0.95),
@@ -178,50 +182,90 @@ def bars(results: Results) -> list[Bar]:
             cells = [cell for cell in results.facts if (cell.tokens, cell.ratio) == (tokens, 0.3)]
             share = sum((cell.share("scores") for cell in cells if cell.kind in of_kinds), Share(0, 0))
             if share.of:
-                found.append(Bar(f"{several}, {tokens} tokens, ratio 0.3, facts kept", share, least))
+                said = f"{several}, {tokens} tokens, ratio 0.3, facts kept"
+                found.append(Bar(said, share, least, (f"facts-{tokens}",)))
     for kind in ("aggregate", "verbatim"):
         if kind in results.declined:
             said = f"Declined: {_NAMES[kind]}"
-            found.append(Bar(said, Share(*results.declined[kind]), 0.95))
+            found.append(Bar(said, Share(*results.declined[kind]), 0.95, ("gate",)))
     rows = {row.by: row for row in results.requests}
     for by, stands in _STANDS.items():
         if by in rows:
             (hits, of), said = rows[by].part, f"Requests in five languages, {stands}"
-            found.append(Bar(f"{said}, the whole text: declined", Share(*rows[by].whole), 0.95))
-            found.append(Bar(f"{said}, a part: not declined", Share(of - hits, of), 0.95))
+            whole = Share(*rows[by].whole)
+            found.append(Bar(f"{said}, the whole text: declined", whole, 0.95, ("gate",)))
+            found.append(Bar(f"{said}, a part: not declined", Share(of - hits, of), 0.95, ("gate",)))
     return found
 
 
-def page(results: Results, ages: Mapping[str, int | None]) -> str:
-    """``ages``: by commit, how many later ones touched what is measured."""
+class Ages:
+    """When steps were measured. ``later``: by commit, how many later ones touched what is measured."""
+
+    def __init__(self, results: Results, later: Mapping[str, int | None]) -> None:
+        self._results = results
+        self._later = later
+        self._last = MeasuredAt(results.date, staleness.measured_at(results.machine))
+
+    def at(self, command: str) -> MeasuredAt:
+        return self._results.measured.get(command, self._last)
+
+    def later(self, at: MeasuredAt) -> int | None:
+        return self._later.get(at.commit)
+
+    def of(self, *steps: str) -> str:
+        """The day of the last command for these steps, of the oldest if there are several, and how many later
+        commits touched what it measures."""
+        known = [[each for each in self._results.commands if _runs(each, step)] for step in steps]
+        found = [self.at(commands[-1]) for commands in known if commands]
+        if not found:
+            return "not known"
+        oldest = min(found, key=lambda at: at.date)
+        return f"{oldest.date} ({staleness.briefly(self.later(oldest))})"
+
+
+def _runs(command: str, step: str) -> bool:
+    """True if a command runs a step: it names it, or it names none and runs all."""
+    names = command.partition(" --")[0].split()[3:]
+    return step in names or not names
+
+
+def profile_said(heads: int, layers: int) -> str:
+    asked = "1 head" if heads == 1 else f"{heads} heads"
+    return f"{asked} of the model {'is' if heads == 1 else 'are'} asked, in its first {layers} layers."
+
+
+def page(results: Results, later: Mapping[str, int | None], scorer_now: str = "") -> str:
+    """The page.
+
+    Args:
+        later: by commit, how many later ones touched what is measured.
+        scorer_now: how the model scores today, as ``Results.profile`` says it; "" if that is not known.
+    """
+    ages = Ages(results, later)
     parts = [
         _HEAD,
-        _age(results, ages),
-        "\n".join(_summary(results)),
-        "## By task\n\n" + "\n".join(_table(results)),
+        "Beside each figure stands when it was measured, and how many later commits touched what it "
+        "measures. What is not *current* may be another figure today.",
+        "\n".join(_summary(results, ages)),
+        "## By task\n\n" + "\n".join(_table(results, ages)),
     ]
-    parts.append("## The gate\n\n" + "\n".join(_gate(results)))
+    parts.append("## The gate\n\n" + "\n".join(_gate(results, ages)))
     if results.segments or results.layers:
-        parts.append("## The scorer\n\n" + "\n".join(_scorer(results)))
+        parts.append("## The scorer\n\n" + "\n".join(_scorer(results, ages, scorer_now)))
     if results.facts:
-        parts.append(_LONG + "\n\n" + "\n".join(_long(results.facts)))
+        parts.append(_LONG + "\n\n" + "\n".join(_long(results.facts, ages)))
     if results.unasked:
-        parts.append(_UNASKED + "\n\n" + "\n".join(_unasked(results.unasked)))
+        parts.append(_UNASKED + "\n\n" + "\n".join(_unasked(results.unasked, ages)))
     if results.rounded:
-        parts.append(_ROUNDED + "\n\n" + "\n".join(_rounded(results.rounded)))
+        parts.append(
+            f"{_ROUNDED}\n\nMeasured on {ages.of('shared')}.\n\n" + "\n".join(_rounded(results.rounded))
+        )
     if results.perplexity:
-        parts.append("\n".join(_perplexity(results.perplexity)))
+        parts.append("\n".join(_perplexity(results.perplexity, ages)))
     parts.append("\n".join(_plots(results)))
     parts.append(_ALWAYS)
     parts.append("## How\n\n" + "\n".join(_how(results, ages)))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
-
-
-def _age(results: Results, ages: Mapping[str, int | None]) -> str:
-    commit = staleness.measured_at(results.machine)
-    at = f" at commit `{commit}`" if commit else ""
-    earlier = " What earlier commands found is older: [see how](#how)." if results.commands[1:] else ""
-    return f"Measured on {results.date}{at}. {staleness.said(ages.get(commit))}{earlier}"
 
 
 def pictures(results: Results) -> dict[str, str]:
@@ -251,16 +295,17 @@ def pictures(results: Results) -> dict[str, str]:
     return found
 
 
-def _summary(results: Results) -> Iterator[str]:
-    yield "| promised | bar | measured | |"
-    yield "|---|---|---|---|"
+def _summary(results: Results, ages: Ages) -> Iterator[str]:
+    yield "| promised | bar | measured | | on |"
+    yield "|---|---|---|---|---|"
     for bar in bars(results):
         verdict = "pass" if bar.share.value >= bar.least else "**falls short**"
         verdict = "quick look" if results.quick else verdict
-        yield f"| {bar.said} | ≥ {100 * bar.least:.0f} % | {bar.share} | {verdict} |"
+        on = ages.of(*bar.steps)
+        yield f"| {bar.said} | ≥ {100 * bar.least:.0f} % | {bar.share} | {verdict} | {on} |"
 
 
-def _table(results: Results) -> Iterator[str]:
+def _table(results: Results, ages: Ages) -> Iterator[str]:
     shown = form_names(results.outcomes)
     yield (
         "*kept* is the share of the tokens that selection keeps, *as text* what the shortened prompt has of "
@@ -268,8 +313,9 @@ def _table(results: Results) -> Iterator[str]:
         "*intact* are of all prompts, answered or not: a conversation is intact if its calls, roles and "
         "names are as they were, what was JSON can be parsed, and fences are closed.\n"
     )
-    yield f"| task | tokens | ratio | kept | as text | dense | facts kept | intact | {' | '.join(shown)} |"
-    yield "|---|---|---|---|---|---|---|---|" + "---|" * len(shown)
+    columns = ["task", "tokens", "ratio", "kept", "as text", "dense", "facts kept", "intact", *shown, "on"]
+    yield f"| {' | '.join(columns)} |"
+    yield "|---|---|---|---|---|---|---|---|" + "---|" * (len(shown) + 1)
     for kind, tokens, ratio in sorted(
         {(o.kind, o.tokens, o.ratio) for o in results.outcomes},
         key=lambda cell: (list(_NAMES).index(cell[0]), cell[1], -(cell[2] or 9)),
@@ -283,11 +329,12 @@ def _table(results: Results) -> Iterator[str]:
         said = f"{100 * sum(o.text_tokens for o in answered) / whole:.0f} %" if whole else ""
         yield (
             f"| {_NAMES[kind]} | {tokens} | {ratio or 'adaptive'} | {mean} | {said} | {dense(mine)} "
-            f"| {kept(mine)} | {unbroken(mine)} | {shares} |"
+            f"| {kept(mine)} | {unbroken(mine)} | {shares} | {ages.of(f'{kind}-{tokens}')} |"
         )
 
 
-def _gate(results: Results) -> Iterator[str]:
+def _gate(results: Results, ages: Ages) -> Iterator[str]:
+    yield f"Measured on {ages.of('gate')}.\n"
     if results.requests:
         yield (
             "Tasks that need all of the text are to be declined, and no questions: by requests that people "
@@ -305,7 +352,8 @@ def _gate(results: Results) -> Iterator[str]:
         yield (
             "Evidence that costs a model, and that the gate does without; *area* is how often a question "
             "gets a higher value than a task for the whole text (0.5 tells nothing). *The gate's* is that "
-            "of its own evidence, *both* of the two together, at the weight that is best for these requests:"
+            "of its own evidence, *both* of the two together, at the weight that is best for these requests. "
+            f"Measured on {ages.of('verdict', 'peaks')}:"
         )
         yield ""
         yield "| evidence | requests | area | questions declined with 95 % of the tasks | the gate's | both |"
@@ -322,18 +370,23 @@ def _gate(results: Results) -> Iterator[str]:
         yield f"| {_NAMES[kind]} | {Share(hits, asked)} |"
 
 
-def _scorer(results: Results) -> Iterator[str]:
+def _scorer(results: Results, ages: Ages, now: str) -> Iterator[str]:
     if results.profile:
-        yield f"{results.profile}\n"
+        yield f"{results.profile} So it was on {ages.of('segments', 'layers')}.\n"
+    if now and now != results.profile:
+        yield f"**The profile is another one today.** {now}\n"
     if results.segments:
-        yield "Segments that are scored apart and merged; facts kept at ratio 0.1:\n"
+        yield (
+            "Segments that are scored apart and merged; facts kept at ratio 0.1, measured on "
+            f"{ages.of('segments')}:\n"
+        )
         yield "| segments | facts kept |"
         yield "|---|---|"
         for segments, hits, of in results.segments:
             yield f"| {segments} | {Share(hits, of)} |"
         yield ""
     if results.layers:
-        yield "The layer at which scoring ends:\n"
+        yield f"The layer at which scoring ends, measured on {ages.of('layers')}:\n"
         yield "| layers run | facts kept | seconds per prompt |"
         yield "|---|---|---|"
         for layer, hits, of, seconds in results.layers:
@@ -345,7 +398,7 @@ def _plots(results: Results) -> Iterator[str]:
         yield f"![{name.removesuffix('.svg')}](quality/{name})\n"
 
 
-def _how(results: Results, ages: Mapping[str, int | None]) -> Iterator[str]:
+def _how(results: Results, ages: Ages) -> Iterator[str]:
     yield (
         "Haystacks are sentences of six genres from templates, places, names and a seed; two genres and all "
         "seeds here were not used when weights were chosen. Each seed puts its fact at another depth. "
@@ -363,10 +416,9 @@ def _how(results: Results, ages: Mapping[str, int | None]) -> Iterator[str]:
     minutes = f"{results.seconds / 60:.0f} minutes"
     yield "| command | measured on | commit | later commits that touched what it measures |"
     yield "|---|---|---|---|"
-    last = MeasuredAt(results.date, staleness.measured_at(results.machine))
     for command in results.commands:
-        at = results.measured.get(command, last)
-        later = ages.get(at.commit)
+        at = ages.at(command)
+        later = ages.later(at)
         yield (
             f"| `{command}` | {at.date} | {f'`{at.commit}`' if at.commit else 'not kept'} "
             f"| {'cannot be told' if later is None else later} |"
@@ -410,10 +462,10 @@ def _over_depth(results: Results, parts: int = 5) -> dict[str, list[plots.Point]
     return found
 
 
-def _long(facts: Sequence[KeptFacts]) -> list[str]:
+def _long(facts: Sequence[KeptFacts], ages: Ages) -> list[str]:
     """A row for each kind and length."""
     ratios = " | ".join(f"ratio {ratio:g}" for ratio in RATIOS)
-    columns = f"| kind | tokens | passes | {ratios} | {' | '.join(THIRDS)} | {' | '.join(FORMS[1:])} |"
+    columns = f"| kind | tokens | passes | {ratios} | {' | '.join(THIRDS)} | {' | '.join(FORMS[1:])} | on |"
     rows = [columns, "|---" * (columns.count("|") - 1) + "|"]
     cells = {(found.kind, found.tokens, found.ratio): found for found in facts}
     for kind, tokens, ratio in cells:
@@ -424,21 +476,23 @@ def _long(facts: Sequence[KeptFacts]) -> list[str]:
                 f"{tenth.share(form).value:.0%}" if tenth.share(form).of else "none"
                 for form in (*THIRDS, *FORMS[1:])
             ]
-            rows.append(f"| {kind} | {tokens} | {tenth.passes} | {' | '.join([*at, *beside])} |")
+            on = ages.of(f"facts-{tokens}")
+            rows.append(f"| {kind} | {tokens} | {tenth.passes} | {' | '.join([*at, *beside])} | {on} |")
     return rows
 
 
-def _unasked(facts: Sequence[KeptFacts]) -> Iterator[str]:
+def _unasked(facts: Sequence[KeptFacts], ages: Ages) -> Iterator[str]:
     """A row for each kind and length, and one for all of them at each ratio."""
-    yield f"| kind | tokens | ratio | {' | '.join(UNASKED_FORMS)} |"
-    yield "|---" * (3 + len(UNASKED_FORMS)) + "|"
+    yield f"| kind | tokens | ratio | {' | '.join(UNASKED_FORMS)} | on |"
+    yield "|---" * (4 + len(UNASKED_FORMS)) + "|"
     for cell in facts:
         shares = " | ".join(str(cell.share(form)) for form in UNASKED_FORMS)
-        yield f"| {cell.kind} | {cell.tokens} | {cell.ratio:g} | {shares} |"
+        on = ages.of(f"unasked-{cell.tokens}")
+        yield f"| {cell.kind} | {cell.tokens} | {cell.ratio:g} | {shares} | {on} |"
     for ratio in UNASKED_RATIOS:
         mine = [cell for cell in facts if cell.ratio == ratio]
         sums = (sum((cell.share(form) for cell in mine), Share(0, 0)) for form in UNASKED_FORMS)
-        yield f"| all | | {ratio:g} | {' | '.join(map(str, sums))} |"
+        yield f"| all | | {ratio:g} | {' | '.join(map(str, sums))} | |"
 
 
 def _rounded(found: Sequence[RoundedAnswers]) -> Iterator[str]:
@@ -462,9 +516,9 @@ def _beside_alone(found: Sequence[RoundedAnswers]) -> str:
     return " | ".join(columns)
 
 
-def _perplexity(found: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+def _perplexity(found: Mapping[str, Mapping[str, float]], ages: Ages) -> Iterator[str]:
     ways = list(next(iter(found.values())))
-    yield f"\n{_BITS}\n"
+    yield f"\n{_BITS} Measured on {ages.of('kv-bits')}.\n"
     yield f"| text | {' | '.join(ways)} |"
     yield "|---" * (1 + len(ways)) + "|"
     for text, by_way in found.items():

@@ -64,8 +64,9 @@ async def compress(request: web.Request) -> web.StreamResponse:
     """Raises FleetError."""
     services = request.app[SERVICES]
     body = decode(await http_body.read(request), CompressBody)
-    found, messages = await asyncio.to_thread(_document, body)
-    policy = _policy(body, services.smart_defaults, asks=bool(found.questions))
+    defaults = services.smart_defaults
+    found, messages = await asyncio.to_thread(_document, body, system_context=defaults.system_context)
+    policy = _policy(body, defaults, asks=bool(found.questions))
     if services.compressing is None or services.status().draining:
         raise Draining("The daemon is stopping and takes no new work.", hint="Retry in a moment.")
     answer_id = f"compress-{uuid.uuid4().hex}"
@@ -99,8 +100,9 @@ async def compress(request: web.Request) -> web.StreamResponse:
     return http_body.json_answer(reply, headers=headers)
 
 
-def _document(body: CompressBody) -> tuple[Document, list[dict[str, Any]] | None]:
-    """The document to shorten, and its messages if the body has any."""
+def _document(body: CompressBody, *, system_context: bool) -> tuple[Document, list[dict[str, Any]] | None]:
+    """The document to shorten, and its messages if the body has any. ``system_context``: as in
+    ``Document.of_messages``."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidValue("Give either prompt or messages.", param="prompt")
     if body.messages is not None:
@@ -109,7 +111,7 @@ def _document(body: CompressBody) -> tuple[Document, list[dict[str, Any]] | None
                 "question belongs to prompt.", hint="The last user message asks.", param="question"
             )
         messages = [translate.message(message, i) for i, message in enumerate(body.messages)]
-        return Document.of_messages(messages), messages
+        return Document.of_messages(messages, system_context=system_context), messages
     if body.question is None:
         text = body.prompt or ""
         found = Document.of_text(text)

@@ -22,9 +22,13 @@ from fleetd.compression.words import PARAGRAPH_END, Range, estimate_tokens, line
 
 # Text between these is always kept; models never see them. One alone on its line takes the line with it.
 _MARK = re.compile(r"(?m)^[ \t]*</?fleet:keep>[ \t]*\n|</?fleet:keep>")
-# What stands between such tags in a system prompt is material, put there by a program that looked it up. One
-# that is not closed holds to the end.
-_CONTEXT = re.compile(r"<(context|documents|sources)>(.*?)(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
+# What stands between such tags in a system prompt is material, put there by a program that looked it up. They
+# begin and end lines: a sentence only names them ("answer from what is in <context> tags"), and instructions
+# follow.
+_CONTEXT = re.compile(
+    r"^[ \t]*<(context|documents|sources)>((?:(?!</?\1>).)*)</\1>[ \t\r]*$",
+    re.DOTALL | re.IGNORECASE | re.MULTILINE,
+)
 # Only a client says what is to be kept: in a tool's result, or an answer, markers are text like any other.
 _INSTRUCTING = ("system", "developer")
 _MARKING = ("text", "user", "system", "developer")

@@ -218,7 +218,6 @@ class _Meter:
     def __init__(self, text: str, scores: TokenScores | None) -> None:
         self._text = text
         self._starts: list[int] = [] if scores is None else scores.starts.tolist()
-        self._ends: list[int] = [] if scores is None else scores.ends.tolist()
         self._values: list[float] = [] if scores is None else scores.values.tolist()
 
     def tokens(self, span: Range) -> int:

@@ -105,11 +105,12 @@ class PlanService:
             found = known(member)
             return KnownTokens(cached) if member.here and cached > found.tokens else found
 
+        places = await self._places(prompts, model.name)
         whole = ways = self._placer.ways(
             ask,
             wanted,
             known_or_asked,
-            places=await self._places(prompts, model.name),
+            places=places,
         )
         capped = self._placer.capped(model.name)
         view = PlanView(model.name, tokens, cached, way_views(ways), capped=capped)
@@ -117,7 +118,7 @@ class PlanService:
             # Only the engine refuses a request whose prompt is too long, once that is shortened.
             if ways.chosen is None:
                 ways = self._placer.ways(replace(ask, counted=False), wanted)
-            view = await self._smart.plan(view, question.smart, _target(model, ways), self._policy)
+            view = await self._smart.plan(view, question.smart, _target(model, ways, places), self._policy)
         if not any(option.chosen for option in view.options):
             if model.folder is not None and self._groups is not None:
                 group = await self._groups.view(model.folder)
@@ -234,10 +235,10 @@ def _as_prompts(text: str) -> tuple[str, str]:
     return text, prompt_text(Generate("", chat))
 
 
-def _target(model: LocatedModel, ways: Ways) -> AnsweringModel:
-    """The machine that would answer if the whole prompt were read."""
+def _target(model: LocatedModel, ways: Ways, places: PromptPlaces) -> AnsweringModel:
+    """The machine that would answer if the whole prompt were read. ``places``: what machines keep of it."""
     node_id = ways.chosen.node_id if ways.chosen is not None else THIS_NODE
-    return AnsweringModel(model.name, model.folder, Placement(node_id, LOCAL))
+    return AnsweringModel(model.name, model.folder, Placement(node_id, LOCAL), places=places)
 
 
 def _nowhere(model: LocatedModel, ways: Ways) -> FleetError:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from api_fakes import MODEL, FakeCompressing, serve, services, status
 
+from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.errors import EngineDied
 from fleetd.requests.smart_prefill.skip import SkipCompression
 
@@ -14,9 +15,12 @@ TEXT = "".join(f"line {n}\n" for n in range(10))
 LONG = "\n\n".join(f"Line {n} of a text that asks for nothing at all." for n in range(100))
 
 
-async def asked(body: dict[str, Any], fake: FakeCompressing | None = None) -> tuple[int, Any, Any]:
-    fake = fake or FakeCompressing()
-    async with serve(services(compressing=fake)) as site, site.client() as session:
+async def asked(
+    body: dict[str, Any], fake: FakeCompressing | None = None, *, system_context: bool = False
+) -> tuple[int, Any, Any]:
+    fake, defaults = fake or FakeCompressing(), SmartPrefillPolicy(system_context=system_context)
+    made = services(compressing=fake, smart_defaults=defaults)
+    async with serve(made) as site, site.client() as session:
         async with session.post("/v1/compress", json=body) as response:
             return response.status, await response.json(), response.headers
 
@@ -44,6 +48,16 @@ async def test_messages_come_back_as_messages() -> None:
     assert [message["role"] for message in reply["messages"]] == ["system", "user"]
     assert "prompt" not in reply
     assert [kept["index"] for kept in reply["kept"]] == [0, 1]
+
+
+async def test_a_long_system_prompt_is_material_if_the_settings_say_so() -> None:
+    system = {"role": "system", "content": f"Be short.\n\n{TEXT * 20}\n\nBe kind."}
+    for wanted in (False, True):
+        fake = FakeCompressing()
+        await asked(
+            {"messages": [system, {"role": "user", "content": "Which line?"}]}, fake, system_context=wanted
+        )
+        assert bool(fake.passages[0].document.blocks[0].context) == wanted
 
 
 async def test_a_question_is_read_with_the_prompt_and_is_no_part_of_the_answer() -> None:

@@ -15,6 +15,8 @@ from msgspec import structs
 
 from fleetd import limits
 from fleetd.api.generation import smart_prefill_reports
+from fleetd.api.openai.objects import SmartReport
+from fleetd.api.openai.reports import smart_report
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.smart_prefill_result import ParkedLoads, SmartPrefillResult
 from fleetd.engine import protocol as p
@@ -240,6 +242,20 @@ async def test_prompts_of_one_request_add_up_and_choices_do_not() -> None:
     report = json.loads(text)["smart_prefill"]
     assert (report["original_tokens"], report["compressed_tokens"]) == (2000, 400)
     assert headers["X-SmartPrefill-Original-Tokens"] == "2000"
+
+
+def test_every_machine_that_scored_a_prompt_is_named() -> None:
+    """Each has seen the text, used or not."""
+    other = structs.replace(USED, nodes=("mini", "air"))
+    unused = structs.replace(SKIPPED, code="declined", nodes=("attic",))
+    assert smart_prefill_reports.headers([USED, other, unused])["X-SmartPrefill-Nodes"] == "mini,air,attic"
+    assert smart_prefill_reports.headers([unused])["X-SmartPrefill-Nodes"] == "attic"
+    reports = smart_prefill_reports.SmartPrefillReports(SmartPrefillPolicy(), 1)
+    for index, result in enumerate([USED, other, unused]):
+        reports.add(index, result)
+    report = smart_report(reports)
+    assert isinstance(report, SmartReport)
+    assert report.nodes == ["mini", "air", "attic"]
 
 
 @pytest.mark.parametrize("result", [USED, SKIPPED], ids=["used", "skipped"])

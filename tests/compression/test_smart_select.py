@@ -389,6 +389,26 @@ def test_of_a_system_prompt_with_material_only_its_instructions_are_always_kept(
         assert select(whole, None, SmartPrefillPolicy(enabled=True, target_ratio=0.2)).declined
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Answer from what is in <context> tags.\n\n{rule}",
+        "The user sends texts between <documents> and </documents>.\n\n{rule}",
+        "<sources> and </sources> are around each text.\n\n{rule}",
+        "Answer from what is in <context> tags.\n\n{rule}\n\n<context>\nA mill.\n</context>",
+        "<context> tags are around what is known.\n\n{rule}\n\n<context>A mill.</context>\r\n",
+    ],
+)
+def test_tags_that_instructions_name_are_around_nothing(said: str) -> None:
+    system = said.format(rule="Never say the code 9913 to anybody.")
+    document = Document.of_messages(
+        [{"role": "system", "content": system}, {"role": "user", "content": "Why?"}]
+    )
+    (block, _) = document.blocks
+    assert "Never say the code 9913 to anybody." not in "".join(system[a:b] for a, b in block.context)
+    assert bool(block.context) == ("A mill." in system)
+
+
 @pytest.mark.parametrize("role", ["user", "assistant", "tool"])
 def test_only_a_system_prompt_has_context(role: str) -> None:
     messages = [{"role": role, "content": "<context>x</context>"}, {"role": "user", "content": "Why?"}]

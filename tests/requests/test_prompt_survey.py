@@ -247,6 +247,16 @@ async def test_prompts_that_stay_are_asked_for_nowhere_and_found_by_nobody(tmp_p
             await node.ask(keepers[1].node_id, messages.LOOK, body, within_s=60)
 
 
+async def test_a_prompt_that_may_be_shortened_is_looked_for_on_this_disk_if_it_stays_too(
+    tmp_path: Path,
+) -> None:
+    async with fleet(tmp_path, True) as (node, keepers):
+        home = closing_later(Asking(tmp_path, node, keepers))
+        asked = job(local_only=True, smart=SmartPrefillPolicy(enabled=True))
+        assert await home.places(asked) == {THIS_NODE: KeptBeginning()}
+        assert home.partners.asked == []
+
+
 @pytest.mark.parametrize("fields", [{"sees_prompts": False}, {"unusable": "It does not answer."}])
 async def test_machines_that_may_not_be_asked_are_told_no_links(
     tmp_path: Path, fields: dict[str, Any]

@@ -63,7 +63,7 @@ async def test_no_prompt_waits_for_a_scorer_to_be_measured(home: Any, loaded: li
         assert "in about 10 s." in told.reason
     # And as soon as it is measured, the next prompt is scored.
     this.pool.loaded, this.pool.scoring = ["m", SCORER], ScoringState("ready")
-    assert (await this.told(chat())).used
+    assert (await this.told(chat(f"Another log.\n\n{haystack()}"))).used
 
 
 async def test_a_scorer_that_is_measured_goes_before_one_that_is_not(home: Any) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from sharing_fakes import own_card
-from smart_fakes import SCORER, chat, messages
+from smart_fakes import SCORER, chat, completion, messages
 from smart_home import ASKED, SmartHome, maker, target
 
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_plan import OptionView, PlanView
-from fleetd.engine.protocol import ChatPrompt, Generate
+from fleetd.engine.protocol import ChatPrompt, Generate, Loading
+from fleetd.requests.job import Job, Planned
 from fleetd.requests.ledger import Ledger
 from fleetd.requests.members.members import Member
 from fleetd.requests.metrics import Metrics
@@ -94,6 +97,39 @@ async def test_a_conversation_goes_on_as_it_began_whoever_helps_now(
     assert (await this.told(following)).form == form
 
 
+@pytest.mark.parametrize(("first", "then"), [([], [studio()]), ([studio()], [])])
+async def test_choices_of_one_request_have_one_form_whoever_helps_meanwhile(
+    home: Any, first: list[Member], then: list[Member]
+) -> None:
+    """Else some of them would be answers to another prompt than the others."""
+    fleet, scoring = [*first], asyncio.Event()
+    this = home(fleet)
+    this.pool.trouble = [scoring]
+    job = Job("m", chat(request_id="r1"), "socket", "chat", smart=ASKED)
+    async with asyncio.TaskGroup() as choices, aclosing(this.runner.run(job)) as events:
+        while not isinstance(event := await anext(events), Loading):
+            pass
+        assert event.stage.startswith("scoring")
+        fleet[:] = then
+        another = choices.create_task(this.told(chat(request_id="r2")))
+        scoring.set()
+        planned = [event async for event in events if isinstance(event, Planned)]
+    *_, one = [event.smart for event in planned if event.smart is not None]
+    form = "text" if first else "sparse"
+    assert (one.form, another.result().form) == (form, form)
+
+
+@pytest.mark.parametrize(("first", "then"), [([], [studio()]), ([studio()], [])])
+async def test_a_text_that_comes_again_has_the_same_form(
+    home: Any, first: list[Member], then: list[Member]
+) -> None:
+    fleet = [*first]
+    this = home(fleet)
+    form = (await this.told(completion())).form
+    fleet[:] = then
+    assert (await this.told(completion("r2"))).form == form
+
+
 async def test_a_plan_shows_both_forms(home: Any) -> None:
     this = home([studio()])
     view = await this.smart.plan(WHOLE, 0.2, target(this), ASKED)
@@ -119,9 +155,9 @@ async def test_a_form_is_priced_as_it_is_read(home: Any, monkeypatch: pytest.Mon
     sizes: list[tuple[int, int]] = []
     best = SmartPrefill._best
 
-    def watched(self: SmartPrefill, at: Any, tokens: int, cached: int, kept: int) -> Any:
+    def watched(self: SmartPrefill, at: Any, tokens: int, cached: int, kept: int, *places: Any) -> Any:
         sizes.append((tokens, kept))
-        return best(self, at, tokens, cached, kept)
+        return best(self, at, tokens, cached, kept, *places)
 
     monkeypatch.setattr(SmartPrefill, "_best", watched)
     await this.told(chat())

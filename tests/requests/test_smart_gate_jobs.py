@@ -173,7 +173,11 @@ async def test_who_leaves_ends_the_scoring(home: Any) -> None:
 
 async def test_dense_and_shortened_prompts_do_not_disturb_each_other(home: Any) -> None:
     this = home(sparse="", kept=20)
-    asked = [this.ask(chat(request_id=f"r{n}"), ASKED if n % 2 else None) for n in range(6)]
+    this.speeds.seed("m", MeasuredSpeed(100.0, 100.0), now_s=0.0)
+    this.speeds.seed("smollm2-135m", MeasuredSpeed(10_000.0, 100.0), now_s=0.0)
+    # What was read whole is in memory, and would be read whole again.
+    prompts = [chat(f"Log {n % 2}.\n\n{haystack()}", request_id=f"r{n}") for n in range(6)]
+    asked = [this.ask(prompt, ASKED if n % 2 else None) for n, prompt in enumerate(prompts)]
     for n, events in enumerate(await asyncio.gather(*asked)):
         planned = [event for event in events if isinstance(event, Planned)][-1]
         assert (planned.smart is not None and planned.smart.used) == bool(n % 2)
@@ -208,6 +212,7 @@ async def test_a_chat_that_asks_nothing_stays_whole_unless_that_is_asked_for(hom
     request = Generate("r1", ChatPrompt([{"role": "user", "content": PASTED}]))
     assert (await this.told(request)).code == "declined"
     assert not this.pool.scores
+    this = home()
     told = await this.told(request, replace(ASKED, without_question=True))
     assert (told.form, told.scored) == ("text", "without question")
     (score,) = this.pool.scores
@@ -219,6 +224,7 @@ async def test_a_task_beside_a_text_that_is_scored_without_it_is_kept(home: Any)
     this = home()
     request = Generate("r1", ChatPrompt([{"role": "user", "content": f"{PASTED}\n\nSum it all up, please."}]))
     assert (await this.told(request)).code == "declined"
+    this = home()
     told = await this.told(request, replace(ASKED, without_question=True))
     assert told.scored == "without question"
     assert text_of(this.pool.asked[-1]).endswith("Sum it all up, please.")

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,9 +41,12 @@ from fleetd.engine.protocol import (
     TokenPrompt,
 )
 from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
+from fleetd.plan.beginnings import KeptBeginning
+from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.ledger import Ledger
 from fleetd.requests.metrics import Metrics
+from fleetd.requests.placement.placement import Placement, PromptPlaces
 from fleetd.requests.smart_prefill import compression_job
 from fleetd.requests.smart_prefill.compression_job import (
     USUAL_RATIO,
@@ -226,6 +230,32 @@ async def test_a_turn_after_a_sparse_one_leaves_out_the_same_tokens(home: Any) -
     assert len(this.pool.scores) == 1
 
 
+async def test_a_turn_that_fails_before_its_form_is_known_goes_on_sparsely_afterwards(
+    home: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this = home(sparse="", kept=20)
+    assert (await this.told(chat())).form == "sparse"
+    answered = [{"role": "assistant", "content": "4711"}, {"role": "user", "content": "Say the code again."}]
+    sent = ChatPrompt([*messages(), *answered])
+
+    def loading(*_: Any, **__: Any) -> Any:
+        raise OutOfMemory("There is no room.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(this.pool, "loading", loading)
+        assert (await this.told(Generate("r2", sent))).code == "out_of_memory"
+    assert (await this.told(Generate("r3", sent))).form == "sparse"
+
+
+async def test_marks_of_what_is_cached_lie_where_the_shortened_text_ends(home: Any) -> None:
+    this, sent = home(), messages()
+    ends = [(index, len(message["content"])) for index, message in enumerate(sent)]
+    marks = [*ends, (1, 200)]
+    assert (await this.told(Generate("r1", ChatPrompt(sent, cache_marks=marks)))).form == "text"
+    prompt = this.pool.asked[0].prompt
+    assert prompt.cache_marks == [ends[0], (1, len(prompt.messages[1]["content"])), ends[2]]
+
+
 async def test_a_turn_after_one_as_text_is_text(home: Any) -> None:
     this = home()
     assert (await this.told(chat())).form == "text"
@@ -368,12 +398,99 @@ async def test_a_prompt_over_the_context_is_shortened_as_text(
     assert (await this.told(chat())).form == form
 
 
+@pytest.mark.parametrize(("tools", "form"), [(0, "sparse"), (200, "text")])
+async def test_tools_have_a_part_in_the_context(home: Any, tools: int, form: str) -> None:
+    this = home(sparse="", kept=20)
+    document = estimate_tokens(text_of(chat()))
+    this.models.found = [FakeFolder("m", document + 1000), *folders(SCORER)]
+    this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
+    this.speeds.seed(SCORER, MeasuredSpeed(3000.0, 20.0), now_s=0.0)
+    shown = [{"type": "function", "function": {"name": f"tool_{n}"}} for n in range(tools)]
+    assert (await this.told(Generate("r1", ChatPrompt(messages(), tools=shown)))).form == form
+
+
 async def test_a_prompt_that_no_machine_reads_whole_is_shortened_at_any_price(home: Any) -> None:
     this = home()
     this.models.found = [FakeFolder("m", 1000), *folders("smollm2-135m")]
     this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
     this.speeds.seed("smollm2-135m", MeasuredSpeed(60.0, 20.0), now_s=0.0)
     assert (await this.told(chat())).used
+
+
+def surveyed(this: SmartHome, places: PromptPlaces) -> list[PromptPlaces]:
+    """Let a machine find these places of every prompt. Returns those that each choice of a machine knew."""
+    known: list[PromptPlaces] = []
+
+    async def of_job(_job: Job, _model: str) -> PromptPlaces:
+        return places
+
+    def choose(_job: Job, _model: Any, *, places: PromptPlaces, **_: Any) -> Placement:
+        known.append(places)
+        return Placement(THIS_NODE, LOCAL)
+
+    this.runner._survey = SimpleNamespace(of_job=of_job)  # type: ignore[assignment]
+    this.runner._placer = SimpleNamespace(choose=choose)  # type: ignore[assignment]
+    return known
+
+
+async def test_what_machines_keep_of_a_prompt_is_known_after_it_was_not_shortened(home: Any) -> None:
+    this, places = home(), {THIS_NODE: KeptBeginning(disk_tokens=4000)}
+    known = surveyed(this, places)
+    assert (await this.told(chat("short"))).code == "short"
+    assert known == [places, places]
+
+
+async def test_a_shortened_prompt_is_another_one_than_machines_keep(home: Any) -> None:
+    this, places = home(), {THIS_NODE: KeptBeginning(disk_tokens=4000)}
+    known = surveyed(this, places)
+    assert (await this.told(chat())).used
+    assert known == [places, {}]
+
+
+@pytest.mark.parametrize("local_only", [False, True])
+async def test_a_prompt_that_is_on_the_disk_is_read_from_there(home: Any, local_only: bool) -> None:
+    this = home()
+    this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
+    this.speeds.seed(SCORER, MeasuredSpeed(5000.0, 200.0), now_s=0.0)
+    surveyed(this, {THIS_NODE: KeptBeginning(disk_tokens=9000, n_bytes=10**6, bytes_per_s=1e9)})
+    assert (await this.told(chat(), local_only=local_only)).code == "slower"
+    assert not this.pool.scores
+
+
+async def test_a_prompt_that_is_in_memory_is_read_whole(home: Any) -> None:
+    """That takes no time, which is not the same as a time that nobody knows."""
+    this = home()
+    this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
+    this.speeds.seed(SCORER, MeasuredSpeed(5000.0, 200.0), now_s=0.0)
+    await this.ask(chat(), None)
+    assert (await this.told(chat(request_id="r2"))).code == "slower"
+    assert not this.pool.scores
+
+
+async def test_as_much_of_a_prompt_is_in_memory_as_of_its_letters(home: Any) -> None:
+    this = home(tokens_per_estimated=0.5)
+    this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
+    this.speeds.seed(SCORER, MeasuredSpeed(5000.0, 200.0), now_s=0.0)
+    cached: list[float] = []
+
+    def best_s(_target: Any, tokens: int, known: int, *_: Any) -> float:
+        cached.append(known / tokens)
+        return 0.0
+
+    await this.ask(Generate("r1", ChatPrompt(messages(haystack(300, 90)[: len(haystack(200)) // 2]))), None)
+    this.smart._best_s = best_s
+    await this.told(chat(haystack(200, 90), request_id="r2"))
+    assert 0.4 < cached[0] < 0.6
+
+
+async def test_what_was_in_memory_before_a_load_is_not_counted_on(home: Any) -> None:
+    this = home()
+    this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
+    this.speeds.seed(SCORER, MeasuredSpeed(5000.0, 200.0), now_s=0.0)
+    await this.ask(chat(), None)
+    assert (await this.told(chat(request_id="r2"))).code == "slower"
+    this.pool.loaded.remove("m")
+    assert (await this.told(chat(request_id="r3"))).used
 
 
 @pytest.mark.parametrize("form", ["sparse", "text"])
@@ -383,7 +500,7 @@ async def test_what_is_kept_is_priced_with_the_help_of_others(home: Any, form: A
     this.speeds.seed(SCORER, MeasuredSpeed(5000.0, 200.0), now_s=0.0)
     asked: list[tuple[int, int]] = []
 
-    def best_s(_folder: Any, tokens: int, _cached: int, kept: int) -> float:
+    def best_s(_folder: Any, tokens: int, _cached: int, kept: int, _places: Any = None) -> float:
         asked.append((tokens, kept))
         return 0.0
 
@@ -473,9 +590,13 @@ async def test_the_next_request_does_not_lose_the_time_again(
     # It is tried anew once that has passed.
     monkeypatch.setattr(limits, "BACKOFF_S", 0.0)
     this = home(trouble=[asyncio.Event()])
+    # So fast that it pays though it is believed to be slower than it measured.
+    this.speeds.seed("m", MeasuredSpeed(100.0, 100.0), now_s=0.0)
+    this.speeds.seed(SCORER, MeasuredSpeed(10_000.0, 100.0), now_s=0.0)
     assert (await this.told(chat())).code == "timeout"
     patience(monkeypatch, WITHIN_S)
-    assert (await this.told(chat())).used
+    # The first one was read whole, and is in memory.
+    assert (await this.told(chat(f"Another log.\n\n{haystack()}"))).used
 
 
 async def test_more_prompts_than_can_be_scored_at_once_are_all_answered(home: Any) -> None:

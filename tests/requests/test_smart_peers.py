@@ -428,7 +428,7 @@ async def test_who_is_not_done_in_time_is_left_out_for_a_while(
     (other,) = [mini for mini in this.minis if not mini.pipes]
     other.pool.trouble = []
     monkeypatch.setattr(limits, "SMART_GRACE_S", WITHIN_S)
-    told = await this.told()
+    told = await this.told(text=f"Another log.\n\n{haystack()}")
     assert told.nodes == (other.name,)
     assert len(slow.pipes) == 1
 

@@ -30,15 +30,20 @@ def headers(results: Sequence[SmartPrefillResult]) -> Mapping[str, str]:
             "X-SmartPrefill-Compressed-Tokens": str(sum(each.compressed_tokens for each in used)),
             "X-SmartPrefill-Mode": used[0].form,
         }
-        if used[0].nodes:
-            found["X-SmartPrefill-Nodes"] = ",".join(quote(node, safe=" ") for node in used[0].nodes)
         if used[0].scored == "without question":
             found["X-SmartPrefill-Scored"] = used[0].scored
+    if nodes := scorers(results):
+        found["X-SmartPrefill-Nodes"] = ",".join(quote(node, safe=" ") for node in nodes)
     if parked := _parked(results):
         found["X-SmartPrefill-Parked"] = parked
     if skipped:
         found["X-SmartPrefill-Skipped"] = line(skipped)
     return found
+
+
+def scorers(results: Sequence[SmartPrefillResult]) -> list[str]:
+    """All machines that scored a prompt of these."""
+    return list(dict.fromkeys(node for each in results for node in each.nodes))
 
 
 def sentence(result: SmartPrefillResult) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from fleetd.api.generation.smart_prefill_reports import SmartPrefillReports
+from fleetd.api.generation.smart_prefill_reports import SmartPrefillReports, scorers
 from fleetd.api.generation.usage_tally import EngineWork
 from fleetd.api.openai import objects as o
 from fleetd.engine.protocol import Usage
@@ -60,7 +60,7 @@ def smart_report(reports: SmartPrefillReports) -> o.SmartReport | UnsetType:
     return o.SmartReport(
         mode=best.form or "full",
         compressor=best.compressor,
-        nodes=list(best.nodes),
+        nodes=scorers(found),
         original_tokens=sum(each.original_tokens for each in found),
         compressed_tokens=sum(
             each.compressed_tokens if each.used else each.original_tokens for each in found

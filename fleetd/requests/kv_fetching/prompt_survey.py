@@ -50,10 +50,12 @@ class PromptSurvey:
         """What machines keep of a request's prompt; nothing if it must stay here.
 
         Of one that was just read here, what is on this disk, while this machine is busy: others may have it
-        from here.
+        from here. Of one that may be shortened, what is on this disk in any case: it is read whole if that is
+        sooner.
         """
         text, own = job.prompt_text, self._members.here()
-        if job.local_only or job.request.keep is not None:
+        shortens = job.smart is not None
+        if (job.local_only and not shortens) or job.request.keep is not None:
             return {}
         here = own.model(model)
         if here is not None and here.state != "loaded":
@@ -64,27 +66,34 @@ class PromptSurvey:
         if new < limits.FETCH_LEAST_TOKENS and not busy:
             return {}
         begun_s = time.monotonic()
-        others = new >= limits.FETCH_LEAST_TOKENS
+        others = new >= limits.FETCH_LEAST_TOKENS and not job.local_only
         # Others' prompts come first here.
         until_read = range(known, known + new + own.card.unread_tokens)
         within_s = _within_s(speed_of(here) if here is not None else None, until_read)
-        found = await self.of_text(text, model, others=others, within_s=within_s)
+        found = await self.of_text(text, model, others=others, within_s=within_s, alone=shortens)
         self._looked(time.monotonic() - begun_s)
         return found
 
     async def of_text(
-        self, text: str, model: str, *, others: bool = True, within_s: float | None = None
+        self,
+        text: str,
+        model: str,
+        *,
+        others: bool = True,
+        within_s: float | None = None,
+        alone: bool = False,
     ) -> PromptPlaces:
         """Returns nothing if no other machine may be asked: then everything is answered here.
 
         Args:
             others: ask them, too.
+            alone: tell of this machine's own disk even then.
             within_s: seconds that they have for it; None for ``FETCH_LOOK_S``.
         """
         within_s = limits.FETCH_LOOK_S if within_s is None else within_s
         asked, digest = links(text), self._digest(model)
         sources = self._sources()
-        if not asked or not digest or not sources:
+        if not asked or not digest or not (sources or alone):
             return {}
         members = [member for member in sources if others and member.rtt_s < within_s]
         questions = (self._ask(member, digest, asked, within_s) for member in members)

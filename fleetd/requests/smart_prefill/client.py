@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 import msgspec
 from msgspec.structs import replace
 
+from fleetd import limits
 from fleetd.compression.document import Document
 from fleetd.compression.history import History
 from fleetd.compression.policy import SmartPrefillPolicy
@@ -28,7 +30,8 @@ from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Accepted, Event, Generate, Loading, Ready, TextPrompt, Tokenized
 from fleetd.errors import FleetError
 from fleetd.models.folder import ModelFolder
-from fleetd.plan.costs import MEASURED_TOKENS
+from fleetd.plan.beginnings import KeptBeginning, from_disk
+from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
 from fleetd.plan.prefill import step_names
 from fleetd.plan.prompt_forms import FormChoice, sooner_form
 from fleetd.plan.refusals import THIS_NODE
@@ -36,10 +39,17 @@ from fleetd.plan.route import RouteQuestion
 from fleetd.plan.scoring import SmartPrefillQuestion
 from fleetd.plan.ways import Way, Ways
 from fleetd.process.observe import get_logger
-from fleetd.requests.job import THIS_NAME, Job, prompt_text
+from fleetd.requests.job import CHARS_PER_TOKEN, THIS_NAME, Job, prompt_text
 from fleetd.requests.members.members import Members
 from fleetd.requests.pipeline import PipelineStep
-from fleetd.requests.placement.placement import ANSWER_TOKENS, KnownTokens, Placement, Placer, WantedModel
+from fleetd.requests.placement.placement import (
+    ANSWER_TOKENS,
+    KnownTokens,
+    Placement,
+    Placer,
+    PromptPlaces,
+    WantedModel,
+)
 from fleetd.requests.placement.way_views import way_views
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.request import Request, Shortening
@@ -58,17 +68,22 @@ from fleetd.requests.timeline import Span
 
 log = get_logger("fleetd.compression")
 
+_NOWHERE: PromptPlaces = {}
+
 
 class AnsweringModel(msgspec.Struct, frozen=True):
     """What answers: ``choice`` says where, ``folder`` is the model on this machine.
 
-    ``admitted``: for a request, which waits here already.
+    ``admitted``: for a request, which waits here already. ``places``: what machines keep of the whole prompt.
+    ``beside_tokens``: those of it that are not in its document, about.
     """
 
     name: str
     folder: ModelFolder | None
     choice: Placement
     admitted: bool = False
+    places: PromptPlaces = {}
+    beside_tokens: int = 0
 
 
 class SmartPrefill(PipelineStep):
@@ -96,6 +111,8 @@ class SmartPrefill(PipelineStep):
         self._placer = placer
         self._monotonic = monotonic
         self._history = History()
+        # Of prompts that came lately.
+        self._forms: OrderedDict[bytes, Form] = OrderedDict()
         self._members = members
         # Open until the end of the request: scores that were of no use are not paid for.
         self._bills: dict[Request, ScoringBill] = {}
@@ -134,8 +151,10 @@ class SmartPrefill(PipelineStep):
 
     @staticmethod
     def whole(job: Job) -> Job:
-        """The same job with all of its prompt."""
-        return replace(job, request=smart_prompt.plain(job.request))
+        """The job with all of its prompt: the same one if that has no marks, so that what is known of its
+        prompt still holds."""
+        request = smart_prompt.plain(job.request)
+        return job if request is job.request else replace(job, request=request)
 
     def try_whole(self, request: Request, error: FleetError) -> bool:
         """After a shortened prompt failed: True if the whole one is to be tried, which is then the job."""
@@ -160,9 +179,17 @@ class SmartPrefill(PipelineStep):
         job, policy = request.asked, request.asked.smart
         if policy is None:
             raise SkipCompression("failed", "Nothing was asked for.")
-        target = AnsweringModel(request.model.name, request.model.folder, request.placement, admitted=True)
         # Work that takes longer the longer a prompt is runs in a thread.
         found, tokens = await asyncio.to_thread(_document, job)
+        beside_tokens = await asyncio.to_thread(smart_prompt.beside_tokens, job.request)
+        target = AnsweringModel(
+            request.model.name,
+            request.model.folder,
+            request.placement,
+            admitted=True,
+            places=request.places,
+            beside_tokens=beside_tokens,
+        )
         if tokens < policy.min_prompt_tokens:
             raise _short(tokens, policy)
         compression = CompressionJob(request.id, found, tokens, policy, bill, not job.shareable)
@@ -184,16 +211,17 @@ class SmartPrefill(PipelineStep):
                         loads = True
                         yield progress
                 if loads:
+                    # What it kept of prompts in memory before is lost.
+                    self._members.lost_prompts(THIS_NODE, target.name)
                     loaded = [Span(step_names.LOADED, THIS_NAME, began_s, self._monotonic())]
                 if compression.selection is None:
                     await self._count(target.folder, compression)
                     tokens = compression.tokens
                     if tokens < policy.min_prompt_tokens:
                         raise _short(tokens, policy)
-            kept_tokens = int(compression.kept_share * tokens)
-            stays, begun = _stays(job), _begun(compression)
-            choice = self._form(policy, target, tokens, kept_tokens, begun=begun, stays=stays)
+            choice = self._form_of(job, target, compression, policy)
             form = choice.chosen
+            self._remember(compression, target, form)
             compression.policy = msgspec.structs.replace(policy, mode=form)
             compression.price = lambda tokens, ratio: self._price(job, target, choice, tokens, ratio)
             if compression.selection is None:
@@ -225,10 +253,9 @@ class SmartPrefill(PipelineStep):
         folder, policy = compression.target, compression.policy
         if folder is None or self._pool.loading_engine(folder) is not None:
             return False
-        kept_tokens = int(compression.kept_share * compression.tokens)
-        stays, begun = _stays(job), _begun(compression)
+        self._members.lost_prompts(THIS_NODE, target.name)
         try:
-            choice = self._form(policy, target, compression.tokens, kept_tokens, begun=begun, stays=stays)
+            choice = self._form_of(job, target, compression, policy)
         except SkipCompression:
             return False  # once it is loaded, it may say otherwise
         compression.price = lambda tokens, ratio: self._price(job, target, choice, tokens, ratio)
@@ -261,7 +288,9 @@ class SmartPrefill(PipelineStep):
         if selection.original_tokens < policy.min_prompt_tokens:
             raise _short(selection.original_tokens, policy)
         said, compressor = smart_prompt.said(job.request), compression.compressor
-        self._history.keep(said, policy, selection, compressor, sparse=form == "sparse")
+        # Before its form is known, it goes on as it began.
+        sparse = form == "sparse" if form else compression.aged.sparse
+        self._history.keep(said, policy, selection, compressor, sparse=sparse)
         if selection.declined:
             raise SkipCompression("declined", selection.declined)
         if all(selection.whole(found, index) for index in range(len(found.blocks))):
@@ -338,6 +367,24 @@ class SmartPrefill(PipelineStep):
 
     # ---- how, and for what -------------------------------------------------------------------------------
 
+    def _form_of(
+        self, job: Job, target: AnsweringModel, compression: CompressionJob, policy: SmartPrefillPolicy
+    ) -> FormChoice:
+        """The form of a request's prompt. Raises SkipCompression."""
+        tokens = compression.tokens
+        kept_tokens = int(compression.kept_share * tokens)
+        begun = _begun(compression) or self._forms.get(_form_key(compression, target), "")
+        return self._form(policy, target, tokens, kept_tokens, begun=begun, stays=_stays(job))
+
+    def _remember(self, compression: CompressionJob, target: AnsweringModel, form: Form) -> None:
+        """Keep the form of a prompt for those that repeat it. The choices of one request are such, and some
+        may be priced while others are answered already."""
+        key = _form_key(compression, target)
+        self._forms[key] = form
+        self._forms.move_to_end(key)
+        while len(self._forms) > limits.SMART_REMEMBERED:
+            self._forms.popitem(last=False)
+
     def _form(
         self,
         policy: SmartPrefillPolicy,
@@ -413,7 +460,9 @@ class SmartPrefill(PipelineStep):
         """What reading all of it would take, what is cached already counted."""
         ratio = self._computed(choice.chosen, target, tokens, ratio)
         whole = prompt_text(smart_prompt.plain(job.request))
-        cached = self._members.known_tokens(target.choice.node_id, target.name, whole)
+        known = self._members.known_tokens(target.choice.node_id, target.name, whole)
+        # Known are its letters; these tokens are counted, mostly fewer.
+        cached = tokens * known * CHARS_PER_TOKEN // max(1, len(whole))
         weights_bytes = target.folder.weights_bytes if target.folder is not None else 0
         asked = self._asked(target, choice, tokens, cached, ratio, alone=not job.shareable)
         return CompressionPrice(asked, weights_bytes)
@@ -432,11 +481,12 @@ class SmartPrefill(PipelineStep):
         speed = self.compressing.scorers.speed_at(target.choice.node_id, target.name)
         if speed is None:
             return SmartPrefillQuestion(tokens, ratio, None, form=choice)
-        new = range(min(cached, tokens), tokens)
-        dense_s = speed.total(1.0, new, MEASURED_TOKENS)
+        # Something is always computed: no time at all would say that it is not known.
+        cached = min(cached, tokens - 1)
+        dense_s = _alone_s(speed, tokens, cached, target.places.get(target.choice.node_id))
         helped_s = kept_s = 0.0
         if not alone:
-            helped_s = self._best_s(target, tokens, new.start, 0)
+            helped_s = self._best_s(target, tokens, cached, 0, target.places)
             kept_s = self._best_s(target, *_kept_size(choice.chosen, tokens, ratio))
         if helped_s > 0:
             dense_s = min(dense_s, helped_s)
@@ -444,19 +494,25 @@ class SmartPrefill(PipelineStep):
             dense_s = 0.0  # nothing to compare with: no machine reads all of it
         return SmartPrefillQuestion(tokens, ratio, speed, dense_s=dense_s, kept_s=kept_s, form=choice)
 
-    def _best_s(self, target: AnsweringModel, tokens: int, cached: int, kept: int) -> float:
+    def _best_s(
+        self, target: AnsweringModel, tokens: int, cached: int, kept: int, places: PromptPlaces = _NOWHERE
+    ) -> float:
         """Seconds to the first token in the best way; 0 if unknown."""
-        best = self._best(target, tokens, cached, kept)
+        best = self._best(target, tokens, cached, kept, places)
         return 0.0 if best is None else best.first_token_s or 0.0
 
-    def _best(self, target: AnsweringModel, tokens: int, cached: int, kept: int) -> Way | None:
+    def _best(
+        self, target: AnsweringModel, tokens: int, cached: int, kept: int, places: PromptPlaces = _NOWHERE
+    ) -> Way | None:
         """The best way to answer; None if unknown."""
-        ways = self._ways(target, tokens, cached, kept)
+        ways = self._ways(target, tokens, cached, kept, places)
         return None if ways is None else ways.chosen
 
-    def _ways(self, target: AnsweringModel, tokens: int, cached: int, kept: int) -> Ways | None:
+    def _ways(
+        self, target: AnsweringModel, tokens: int, cached: int, kept: int, places: PromptPlaces = _NOWHERE
+    ) -> Ways | None:
         """The ways to answer a prompt. One of which only ``kept`` tokens are computed is answered by the
-        machine that was chosen: it alone was asked whether it can."""
+        machine that was chosen: it alone was asked whether it can. ``places``: what machines keep of it."""
         if self._placer is None:
             return None
         at = target.choice.node_id
@@ -471,12 +527,21 @@ class SmartPrefill(PipelineStep):
             lambda member: KnownTokens(cached if member.node_id == at else 0),
             others=others,
             kept=kept,
+            places=places,
         )
 
     def _too_long(self, target: AnsweringModel, tokens: int) -> bool:
-        """True if the prompt is longer than the model's context, by an estimate of its tokens."""
+        """True if a prompt, whose document has ``tokens``, is longer than the model's context; about."""
+        tokens += target.beside_tokens
         known = [target.folder, *(member.model(target.name) for member in self._members.others("answer"))]
         return tokens > next((model.shape.context_tokens for model in known if model is not None), tokens)
+
+
+def _alone_s(speed: PrefillSpeed, tokens: int, cached: int, kept: KeptBeginning | None) -> float:
+    """Seconds in which the machine that answers reads a prompt by itself. ``kept``: what it has of it."""
+    disk = from_disk(kept, cached) if kept is not None else None
+    ways_s = [(0.0, cached)] if disk is None else [(0.0, cached), (disk.seconds, min(disk.tokens, tokens))]
+    return min(begun_s + speed.total(1.0, range(begun, tokens), MEASURED_TOKENS) for begun_s, begun in ways_s)
 
 
 def _kept_size(form: Form, tokens: int, ratio: float) -> tuple[int, int, int]:
@@ -489,6 +554,11 @@ def _kept_size(form: Form, tokens: int, ratio: float) -> tuple[int, int, int]:
 def _stays(job: Job) -> bool:
     """True if other machines may not see the prompt, or the request names those that may answer."""
     return not job.shareable or bool(job.placement)
+
+
+def _form_key(compression: CompressionJob, target: AnsweringModel) -> bytes:
+    """Equal for prompts that are to have the same form."""
+    return smart_prompt.key(compression.document, target.name)
 
 
 def _begun(compression: CompressionJob) -> Form:

@@ -15,7 +15,15 @@ from fleetd.compression import elide
 from fleetd.compression.document import Document, unmark, unmarked
 from fleetd.compression.selection import Selection
 from fleetd.compression.words import Range, estimate_tokens
-from fleetd.engine.protocol import IMAGES, ChatPrompt, Generate, Keep, TextPrompt, TokenPrompt
+from fleetd.engine.protocol import (
+    IMAGES,
+    ChatPrompt,
+    Generate,
+    Keep,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+)
 
 
 def document(request: Generate, *, system_context: bool = False) -> Document | None:
@@ -32,26 +40,48 @@ def document(request: Generate, *, system_context: bool = False) -> Document | N
             return None
 
 
+def beside_tokens(request: Generate) -> int:
+    """About how many tokens a prompt has besides its document: tools, calls, what a template writes."""
+    if not isinstance(request.prompt, ChatPrompt):
+        return 0
+    left_out = ("content", IMAGES)
+    beside = [{key: value for key, value in each.items() if key not in left_out} for each in said(request)]
+    return estimate_tokens(msgspec.json.encode([request.prompt.tools, beside]).decode())
+
+
 def plain(request: Generate) -> Generate:
-    """The whole prompt, without the marks that only selection understands."""
-    match request.prompt:
+    """The request with its whole prompt, without the marks that only selection understands: the same one if
+    it has none."""
+    prompt: Prompt = request.prompt
+    match prompt:
         case ChatPrompt(messages=messages):
-            texts = [
-                _moved(message, text) for message, text in zip(messages, unmarked(messages), strict=True)
-            ]
-            prompt = msgspec.structs.replace(request.prompt, messages=texts)
-            return msgspec.structs.replace(request, prompt=prompt)
+            moved = list(map(_moved, messages, unmarked(messages)))
+            prompt = _with(prompt, moved)
         case TextPrompt(text):
-            return msgspec.structs.replace(request, prompt=TextPrompt(unmark(text)[0]))
+            prompt = TextPrompt(unmark(text)[0])
         case TokenPrompt():
-            return request
+            pass
+    return request if prompt == request.prompt else msgspec.structs.replace(request, prompt=prompt)
+
+
+def _with(prompt: ChatPrompt, messages: list[dict[str, Any]]) -> ChatPrompt:
+    """The prompt with other contents. A cache mark at the end of a content stays at its end; one inside of a
+    content that has changed is lost."""
+    marks = []
+    for index, chars in prompt.cache_marks:
+        before, after = (each[index].get("content") or "" for each in (prompt.messages, messages))
+        if before == after:
+            marks.append((index, chars))
+        elif chars == len(before):
+            marks.append((index, len(after)))
+    return msgspec.structs.replace(prompt, messages=messages, cache_marks=marks)
 
 
 def _moved(message: Mapping[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     """``plain``, the message without marks, with its images where they stand in the text then."""
-    if IMAGES not in message:
+    content = message.get("content")
+    if IMAGES not in message or plain["content"] == content:
         return plain
-    content = message["content"]
     return plain | {IMAGES: [(len(unmark(content[:at])[0]), file) for at, file in message[IMAGES]]}
 
 
@@ -59,10 +89,8 @@ def shortened(request: Generate, found: Document, selection: Selection) -> Gener
     """The request with the kept text in its order, and a line for what is left out. What is no text stays."""
     match request.prompt:
         case ChatPrompt(messages=messages):
-            kept = elide.messages(found, selection, messages)
-            return msgspec.structs.replace(
-                request, prompt=msgspec.structs.replace(request.prompt, messages=kept)
-            )
+            kept = _with(request.prompt, elide.messages(found, selection, messages))
+            return msgspec.structs.replace(request, prompt=kept)
         case TextPrompt():
             return msgspec.structs.replace(request, prompt=TextPrompt(elide.texts(found, selection)[0]))
         case TokenPrompt():
@@ -103,7 +131,7 @@ def is_empty(found: Document, selection: Selection) -> bool:
     )
 
 
-def key(found: Document, compressor: str, *, without_question: bool = False) -> bytes:
-    """Equal for prompts whose scores are equal."""
-    parts = (found.text, () if without_question else found.questions, compressor, without_question)
+def key(found: Document, model: str, *, without_question: bool = False) -> bytes:
+    """Equal for prompts of which a model makes the same, as the scores of a compressor."""
+    parts = (found.text, () if without_question else found.questions, model, without_question)
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).digest()
