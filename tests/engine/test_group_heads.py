@@ -342,6 +342,8 @@ def test_a_load_measures_what_states_take_and_says_if_that_is_too_much(
     assert (price.far, price.nbytes) == (1, group.model.width * group.model.dtype.size)
     assert (price.seconds, price.pass_s) == (pytest.approx(way_s), pytest.approx(0.1))
     monkeypatch.setattr(TapsPrice, "measured", lambda model, layers: price)
+    drafts = WorkerBlocks(DraftPrice(1e-3, 1e-4), drafter)
+    monkeypatch.setattr(WorkerBlocks, "measured", lambda drafter: drafts)
     verdict = ExactnessVerdict(8, ANY, "exact: for the test", {1: 0.1, 8: 0.11})
     read = ReadModel(group.model, None, {}, "cpu", "", StateSizes(), VOCAB, 2048, drafter)
     found, text = loading._head(read, verdict)

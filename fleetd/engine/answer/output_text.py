@@ -173,8 +173,8 @@ class AnswerText:
             self._decode(token)
             text = self._detokenizer.last_segment
         if silent and not self._scored:
-            # Reported at once: text may not come for the rest of the answer. But tokens whose text is held back
-            # come first.
+            # Reported at once: text may not come for the rest of the answer. But tokens whose text is held
+            # back come first.
             return [self._delta(self._reader.channel, "", [] if logprob is None else [logprob])]
         if logprob is not None:
             self._scored.append(_TokenScore(logprob, self._written, self._written + len(text)))
