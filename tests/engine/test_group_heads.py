@@ -317,7 +317,7 @@ def test_states_travel_if_drafts_from_them_are_expected_to_pay(
 def test_what_states_take_on_their_way_counts_as_lost() -> None:
     controller = Controller(Costs({1: 1.0, 8: 1.1}), 7)
     before = controller.saved_s
-    controller.tapped("dflash", 0.2)
+    controller.drafted("dflash", 0.2)
     controller.verified(NO_DRAFT, [5], 1.2)
     assert controller.saved_s == pytest.approx(before - 0.2)
     assert controller.costs.step_s == pytest.approx(1.0)
