@@ -117,3 +117,12 @@ def test_stop_strings_are_looked_for_after_so_many_tokens(tokenizer: Any) -> Non
     assert text(0) == ("hel", "lo")
     assert text(tokens - 2) == ("hello, hel", "lo")
     assert text(tokens) == ("hello, hello", None)
+
+
+def test_nor_in_text_of_those_tokens_that_comes_with_the_end(tokenizer: Any) -> None:
+    """A blank is held back until it is known what follows it."""
+    tokens = tokenizer.encode("a b ")
+    state = AnswerText("r", tokenizer, [" "], min_tokens=len(tokens), plain=True)
+    pieces = [p for token in tokens for p in state.push(token)] + state.finish()
+    assert "".join(p.text for p in pieces if isinstance(p, Delta)) == "a b "
+    assert state.stopped_by is None

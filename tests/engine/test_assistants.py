@@ -253,6 +253,17 @@ def test_an_assistant_is_read_by_its_publishers_names(changes: dict[str, Any], t
 
 
 @pytest.mark.parametrize(
+    "ids", [[VOCAB] * VOCAB, [-1] * VOCAB, [0.0] * VOCAB], ids=["behind", "before", "f32"]
+)
+def test_clusters_of_tokens_that_the_model_does_not_have_are_refused(ids: list[Any], tmp_path: Path) -> None:
+    model = tiny_architectures.tiny("gemma4_text")
+    drafter = assistant_of(model, **CLUSTERS)
+    drafter.masked_embedding.token_ordering = mx.array(ids)
+    with pytest.raises(ModelUnsupported, match="token_ordering"):
+        read_drafter(saved(tmp_path / "a", drafter, {**CONFIG, **CLUSTERS}), model)
+
+
+@pytest.mark.parametrize(
     ("family", "changes", "why"),
     [
         ("gemma4_text", {"backbone_hidden_size": 64}, "it takes hidden states of 64, the model's are of 128"),

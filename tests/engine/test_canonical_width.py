@@ -97,6 +97,12 @@ def test_steps_that_would_cost_too_much_stay_one_row_wide(llama: Any, device: De
     )
 
 
+def test_a_few_widths_do_not_stand_for_all_if_single_rows_are_not_exact(llama: Any, device: Device) -> None:
+    verdict = ask(llama, device, ProbePlan((31,), (2, 4), 4, every=True))
+    assert not verdict.exact
+    assert "two rows" not in verdict.text
+
+
 def test_a_window_cannot_take_the_second_row_back(device: Device) -> None:
     verdict = ask(tiny_architectures.tiny("gemma3_text"), device, ProbePlan((10,), (2, 4), 4, every=False))
     assert not verdict.exact

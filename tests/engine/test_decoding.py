@@ -468,6 +468,32 @@ def test_a_step_that_is_begun_ahead_changes_nothing(
     assert run.said("again")[:-1] == batch.said("r")[:-1]
 
 
+def test_steps_that_were_computed_while_a_prompt_was_read_are_not_timed(llama: Any, tokenizer: Any) -> None:
+    """The device had them ready: they would seem to take no time, and passes with drafts too much."""
+    run = Run(llama, tokenizer, spec("auto", computes_ahead=True))
+    timed: list[str] = []
+    for owner, name in ((run.scheduler.speculation.costs, "add_pass"), (run.decoding.rounds, "add_step")):
+        setattr(owner, name, lambda *_, name=name: timed.append(name))
+    for others in ([], ["b"]):
+        for name in ("a", *others):
+            run.submit(name, PROMPT, max_tokens=60, speculate=Speculate(sources=["drafter"]))
+        while run.decoding.steps < 10 or len(run.decoding) <= len(others):
+            run.turn()
+        assert timed
+        run.submit("long", [(11 + len(others)) * i % 64 for i in range(600)], max_tokens=1)
+        while not run.scheduler._prefilling:
+            run.turn()
+        beside = 0
+        while run.scheduler._prefilling:
+            del timed[:]
+            run.turn()
+            if run.scheduler._prefilling:
+                beside += 1
+                assert not timed
+        assert beside > 5
+        run.finish()
+
+
 def test_an_answer_that_cannot_grow_fails_where_the_plain_one_does(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -317,7 +317,7 @@ def test_states_travel_if_drafts_from_them_are_expected_to_pay(
 def test_what_states_take_on_their_way_counts_as_lost() -> None:
     controller = Controller(Costs({1: 1.0, 8: 1.1}), 7)
     before = controller.saved_s
-    controller.tapped("dflash", 0.2)
+    controller.drafted("dflash", 0.2)
     controller.verified(NO_DRAFT, [5], 1.2)
     assert controller.saved_s == pytest.approx(before - 0.2)
     assert controller.costs.step_s == pytest.approx(1.0)
@@ -342,6 +342,8 @@ def test_a_load_measures_what_states_take_and_says_if_that_is_too_much(
     assert (price.far, price.nbytes) == (1, group.model.width * group.model.dtype.size)
     assert (price.seconds, price.pass_s) == (pytest.approx(way_s), pytest.approx(0.1))
     monkeypatch.setattr(TapsPrice, "measured", lambda model, layers: price)
+    drafts = WorkerBlocks(DraftPrice(1e-3, 1e-4), drafter)
+    monkeypatch.setattr(WorkerBlocks, "measured", lambda drafter: drafts)
     verdict = ExactnessVerdict(8, ANY, "exact: for the test", {1: 0.1, 8: 0.11})
     read = ReadModel(group.model, None, {}, "cpu", "", StateSizes(), VOCAB, 2048, drafter)
     found, text = loading._head(read, verdict)

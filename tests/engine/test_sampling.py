@@ -374,11 +374,18 @@ def test_the_processors_do_what_mlx_lm_s_do_and_leave_the_model_s_logits_alone(
 def test_no_end_is_chosen_before_the_answer_has_its_least_tokens(
     logits: list[float], ends: set[int], prompt: int, least: int, generated: int
 ) -> None:
-    ends = {end for end in ends if end < len(logits)} or {0}
     tokens = mx.zeros((prompt + generated,), dtype=mx.int32)
     after = without_ends(ends, least, prompt)(tokens, mx.array([logits]))[0].tolist()
     barred = ends if generated < least else set()
     assert after == [-np.inf if i in barred else value for i, value in enumerate(logits)]
+
+
+@pytest.mark.parametrize("end", [-1, 3, 1 << 30])
+def test_an_end_that_the_model_has_no_logit_for_bars_nothing(end: int) -> None:
+    """A model's files may name it. Numbers behind the row are another array's."""
+    rows = mx.zeros((1, 3))
+    assert without_ends({end}, 5, 0)(mx.zeros((1,), mx.int32), rows).tolist() == [[0.0] * 3]
+    assert without_ends({end, 1}, 5, 0)(mx.zeros((1,), mx.int32), rows).tolist() == [[0.0, -np.inf, 0.0]]
 
 
 def test_a_recommended_top_k_is_a_whole_number_or_left_out() -> None:

@@ -6,11 +6,13 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 
 from fleetd.engine.speculation.controller import NO_DRAFT, RISK_PER_TOKEN, Controller
 from fleetd.engine.speculation.drafts_price import DraftPrice
+from fleetd.engine.speculation.hidden_source import LEAST_ROWS, HiddenSource, WorkerDrafter
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.source_history import (
     CARRIED,
@@ -19,6 +21,8 @@ from fleetd.engine.speculation.source_history import (
     DraftHistory,
     SourceHistory,
 )
+from fleetd.engine.speculation.sources import Context, HiddenRows
+from fleetd.engine.speculation.speculation import SequenceDrafts
 
 # Passes of n tokens in plain steps.
 DEVICES = {
@@ -228,6 +232,65 @@ def test_a_source_that_took_time_for_nothing_is_charged_alone() -> None:
     controller.verified(NO_DRAFT, [1], 1.5)
     assert controller.records["mtp"].bearable == pytest.approx(begun + RISK_PER_TOKEN - 0.5)
     assert controller.records["lookup"].bearable == pytest.approx(free + RISK_PER_TOKEN)
+
+
+# ---- A machine that was held up --------------------------------------------------------------------------
+
+
+class RightWorker(WorkerDrafter):
+    """A drafter that is always right."""
+
+    text = "mtp"
+
+    def source(self) -> RightSource:
+        return RightSource(self)
+
+
+class RightSource(HiddenSource):
+    """A new answer has hidden states of its prompt that are not read yet."""
+
+    name: ClassVar[str] = "mtp"
+    hidden_layers = ()
+    asked = 0
+
+    def due_rows(self, text: int) -> int:
+        return 0 if self.asked else LEAST_ROWS
+
+    def note(self, hidden: HiddenRows) -> None:
+        """It needs none."""
+
+    def propose(self, context: Context) -> list[int]:
+        self.asked += 1
+        self.spent_s = self.worker.price.seconds(context.width)
+        self.guess = len(context.tokens)
+        return [len(context.tokens) + i for i in range(context.width)]
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+@pytest.mark.parametrize("times", [1, 50])
+@pytest.mark.parametrize("what", ["price", "reading"])
+def test_drafts_that_were_held_up_are_made_again(what: str, times: int) -> None:
+    """One draft, or all for a while, took a hundred times as long as drafts take; so did reading a prompt."""
+    worker, costs, history = RightWorker(DraftPrice(0.0, 0.1)), Costs(DEVICES["cpu"]), DraftHistory()
+    worker.reading = DraftPrice(0.0, ROW)
+    price: DraftPrice = getattr(worker, what)
+    held_up_s = 100 * price.seconds(1)
+    for _ in range(times):
+        price.took(1, held_up_s)
+    asked = []
+    for _ in range(20):
+        source, text = worker.source(), list(range(10))
+        drafts = SequenceDrafts([], None, Controller(costs, MOST, history=history), 1 << 20, priced=[source])
+        while len(text) < 10 + TOKENS:
+            draft = drafts.next_draft(text, lambda: MOST)
+            new = [len(text) + i for i in range(len(draft.tokens) + 1)]
+            text += new
+            drafts.verified(draft, new, costs.ratio(len(new)) + source.spent_s * bool(draft.tokens))
+        asked.append(source.asked)
+    assert asked[0] > 0 or times > 1
+    assert asked[-1] > 0
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -238,6 +238,23 @@ def test_code_points_are_whole(tokenizer: Any) -> None:
     assert answer.finish() == []
 
 
+@pytest.mark.parametrize("at", range(5))
+def test_log_probabilities_come_in_the_order_of_their_tokens(tokenizer: Any, at: int) -> None:
+    """Also if a token without a text comes while the text before it is held back."""
+    tokens = tokenizer.encode("ST€z", add_special_tokens=False)
+    answer, silent = AnswerText("r", tokenizer, ["STOP"], plain=True), -1
+    entries: list[TokenLogprob] = []
+    for number, token in enumerate([*tokens[:at], silent, *tokens[at:]]):
+        entry = TokenLogprob("", 0.0, b"", text_offset=number)
+        for piece in answer.push(token, entry, silent=token == silent):
+            assert isinstance(piece, Delta)
+            entries += piece.logprobs or []
+    for piece in answer.finish():
+        assert isinstance(piece, Delta)
+        entries += piece.logprobs or []
+    assert [entry.text_offset for entry in entries] == list(range(len(tokens) + 1))
+
+
 def test_token_bytes_join_to_the_text(tokenizer: Any) -> None:
     text = "a é€😀\n<hello>"
     tokens = tokenizer.encode(text, add_special_tokens=False)

@@ -172,14 +172,19 @@ class AnswerText:
         if not silent:
             self._decode(token)
             text = self._detokenizer.last_segment
-        if silent:
-            # Reported at once: text may not come for the rest of the answer.
+        if silent and not self._scored:
+            # Reported at once: text may not come for the rest of the answer. But tokens whose text is held
+            # back come first.
             return [self._delta(self._reader.channel, "", [] if logprob is None else [logprob])]
         if logprob is not None:
             self._scored.append(_TokenScore(logprob, self._written, self._written + len(text)))
         self._written += len(text)
-        out = self._release(text if self._tokens <= self.min_tokens else self._stop.feed(text))
+        out = self._release(self._before_stop(text))
         return out if self._pending_tokens < limits.UNTOLD_TOKENS else [*out, self._tokens_without_text()]
+
+    def _before_stop(self, text: str) -> str:
+        """Text that is safe to show, of what the newest token has added."""
+        return text if self._tokens <= self.min_tokens else self._stop.feed(text)
 
     def _tokens_without_text(self) -> Delta:
         """Report tokens whose text is held back: a long tool call is progress."""
@@ -198,7 +203,7 @@ class AnswerText:
         """
         self._detokenizer.finalize()
         # An unfinished code point at the very end is not text.
-        text = self._stop.feed(self._detokenizer.last_segment.rstrip("\ufffd"))
+        text = self._before_stop(self._detokenizer.last_segment.rstrip("\ufffd"))
         out = self._release(text + self._stop.flush())
         out += self._told(self._reader.end(cut=cut, stopped=self.stopped_by is not None))
         self.cut_call |= self._reader.half_call

@@ -14,7 +14,7 @@ from fleetd.engine.heads.assistant import Assistant, AssistantConfig
 from fleetd.engine.heads.block_config import BlockConfig
 from fleetd.engine.heads.block_drafter import BlockDrafter
 from fleetd.engine.heads.head_files import packing, read_lone_head
-from fleetd.engine.heads.mtp_head import MtpHead
+from fleetd.engine.heads.mtp_head import MtpHead, check_ids
 from fleetd.engine.layers.stage import Stage
 from fleetd.errors import ModelUnsupported
 from fleetd.models.drafter_kinds import drafter_kind
@@ -90,6 +90,8 @@ def _tensors(folder: Path) -> dict[str, mx.array]:
 
 def _as_assistant(tensors: Mapping[str, mx.array], drafter: Assistant) -> dict[str, mx.array]:
     """The tensors of an assistant without those of keys and values, and without a copy of its table."""
+    if (ids := tensors.get("masked_embedding.token_ordering")) is not None:
+        check_ids("token_ordering", ids, drafter.config.args.vocab_size)
     unused = [".k_proj", ".v_proj", ".k_norm", *([] if "lm_head" in drafter else ["lm_head"])]
     return {
         name: array for name, array in tensors.items() if not name.rpartition(".")[0].endswith(tuple(unused))

@@ -71,7 +71,8 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         # MLX takes what begins with "_" for no parameter.
         self._draft_tokens = draft_tokens
         if draft_tokens is not None:
-            _check_ids(draft_tokens, min(_output_head(stage).weight.shape[0], _table_rows(stage)))
+            known = min(_output_head(stage).weight.shape[0], _table_rows(stage))
+            check_ids("draft_tokens", draft_tokens, known)
             self.lm_head = _rows_of(_output_head(stage), draft_tokens)
         blocks = (_block(stage, *each) for each in zip(indices, self.layers, strict=True))
         self._target = _Target(stage, tuple(blocks))
@@ -206,12 +207,13 @@ def _table_rows(stage: Stage) -> int:
     return table_rows(stage.weights.embed_tokens)
 
 
-def _check_ids(tokens: mx.array, known: int) -> None:
-    """Raises ValueError for what is no list of ids below ``known``."""
+def check_ids(name: str, tokens: mx.array, known: int) -> None:
+    """Raises ValueError for what is no list of ids below ``known``. To read behind a table ends the
+    process."""
     if tokens.ndim != 1 or not tokens.size or not mx.issubdtype(tokens.dtype, mx.integer):
-        raise ValueError("draft_tokens is no list of token ids")
+        raise ValueError(f"{name} is no list of token ids")
     if int(tokens.min()) < 0 or int(tokens.max()) >= known:
-        raise ValueError(f"draft_tokens has ids that are none of the model's {known}")
+        raise ValueError(f"{name} has ids that are none of the model's {known}")
 
 
 def _output_head(stage: Stage) -> Any:

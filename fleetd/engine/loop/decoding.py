@@ -463,6 +463,8 @@ class Decoding:
     def _pass(self, running: DecodingSequence, row: VerifyRow, *, moving: bool) -> _SequencePass:
         begun = time.monotonic()
         sequence, draft, again = running.sequence, NO_DRAFT, row.pending
+        # The device has computed a step that was under way while the prompt was read: its time is not known.
+        beside = Beside.PROMPT if self._beside and row.under_way else Beside.NOTHING
 
         def room() -> int:
             # No draft past the sequence's end, nor past the memory that is promised.
@@ -487,7 +489,7 @@ class Decoding:
         self.steps += 1
         if self.steps % CLEAR_PASSES == 0:
             mx.clear_cache()
-        return _SequencePass(running, draft, chosen, again, time.monotonic() - begun)
+        return _SequencePass(running, draft, chosen, again, time.monotonic() - begun, beside)
 
     # ---- apart, over several machines ------------------------------------------------------------------
 
@@ -646,8 +648,9 @@ class Decoding:
             self._joining.clear()
         now = time.monotonic()
         self.steps += 1
-        # The first step of a batch that has changed also builds its caches.
-        if self._settled and len(responses) == len(self.batch):
+        # The first step of a batch that has changed also builds its caches. One beside a prompt was computed
+        # while that was read.
+        if self._settled and not self._beside and len(responses) == len(self.batch):
             self.rounds.add_step(len(responses), now - begun)
         self._settled += 1
         # The batch may only change once all of its tokens are taken.

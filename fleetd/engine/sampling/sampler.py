@@ -189,12 +189,13 @@ def make_sampler(sampling: Sampling, defaults: SamplingDefaults = _NEUTRAL) -> S
 
 def without_ends(ends: Collection[int], min_tokens: int, prompt_tokens: int) -> LogitsProcessor:
     """A processor that keeps end tokens from being chosen until the answer has ``min_tokens`` tokens."""
-    columns = mx.array(sorted(ends))
 
     def processor(tokens: mx.array, logits: mx.array) -> mx.array:
-        if tokens.size - prompt_tokens >= min_tokens:
+        # A folder may name ends that its model has no logits for: to write behind a row ends the process.
+        columns = [end for end in ends if 0 <= end < logits.shape[-1]]
+        if tokens.size - prompt_tokens >= min_tokens or not columns:
             return logits
-        return mx.put_along_axis(logits, columns[None], mx.array(-mx.inf, logits.dtype), axis=-1)
+        return mx.put_along_axis(logits, mx.array([columns]), mx.array(-mx.inf, logits.dtype), axis=-1)
 
     return processor
 

@@ -27,7 +27,6 @@ class WorkerAssistant(WorkerDrafter):
     """An assistant, for all answers of a worker."""
 
     drafter: Assistant
-    price: DraftPrice
 
     @classmethod
     def measured(cls, drafter: Assistant, clock: Callable[[], float] = time.perf_counter) -> WorkerAssistant:
@@ -40,7 +39,7 @@ class WorkerAssistant(WorkerDrafter):
             return clock() - begun
 
         one, two = (min(seconds(count) for _ in range(4)) for count in (1, 2))
-        return cls(drafter, DraftPrice.between(one, two, 2))
+        return cls(DraftPrice.between(one, two, 2), drafter)
 
     @property
     def text(self) -> str:
@@ -64,11 +63,6 @@ class AssistantSource(HiddenSource):
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         return (self.worker.drafter.hidden_layer,)
-
-    @property
-    def price(self) -> DraftPrice:
-        """What guesses take, as far as is known now."""
-        return self.worker.price
 
     def note(self, hidden: HiddenRows) -> None:
         """These hidden states have been computed. They are given even if the source is not asked."""

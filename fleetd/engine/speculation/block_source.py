@@ -35,7 +35,6 @@ class WorkerBlocks(WorkerDrafter):
     """A block drafter, for all answers of a worker."""
 
     drafter: BlockDrafter
-    price: DraftPrice
 
     @classmethod
     def measured(cls, drafter: BlockDrafter, clock: Callable[[], float] = time.perf_counter) -> WorkerBlocks:
@@ -52,7 +51,7 @@ class WorkerBlocks(WorkerDrafter):
 
         most = min(config.most, limits.SPEC_WIDTH - 1)
         one, all_s = (min(seconds(count) for _ in range(4)) for count in (1, most))
-        found = cls(drafter, DraftPrice.between(one, all_s, most))
+        found = cls(DraftPrice.between(one, all_s, most), drafter)
 
         def reading_s() -> float:
             begun, kept = clock(), drafter.make_cache()
@@ -60,7 +59,7 @@ class WorkerBlocks(WorkerDrafter):
             mx.eval([rows.arrays for rows in kept])
             return clock() - begun
 
-        found.row_s = min(reading_s() for _ in range(2)) / LEAST_ROWS
+        found.reading = DraftPrice(0.0, min(reading_s() for _ in range(2)) / LEAST_ROWS)
         return found
 
     @property
@@ -93,7 +92,6 @@ class BlockSource(HiddenSource):
 
     @property
     def price(self) -> DraftPrice:
-        """What drafts take, as far as is known now, with what they are made from."""
         own = self.worker.price
         return DraftPrice(own.once_s + self.taps_s, own.token_s)
 
@@ -122,7 +120,7 @@ class BlockSource(HiddenSource):
         self._read(first, newest)
         if due > _FEW:
             mx.eval([kept.arrays for kept in self._cache])
-            self.worker.read(min(due, newest - first), time.perf_counter() - begun)
+            self.worker.reading.took(min(due, newest - first), time.perf_counter() - begun)
         drafting = time.perf_counter()
         count = min(context.width, drafter.config.most)
         found: list[int] = drafter.guesses(context.tokens[-1], newest, count, self._cache).tolist()  # type: ignore[assignment]

@@ -289,12 +289,8 @@ class Controller:
         return SPARED * max(0.0, bearable - at_worst) * self.costs.step_s
 
     def drafted(self, source: str, seconds: float) -> None:
-        """Note that ``source`` was asked, and took ``seconds`` of this device."""
+        """Note that ``source``, or what it drafts from, took ``seconds`` since the last pass."""
         self._drafting[source] = self._drafting.get(source, 0.0) + seconds
-
-    def tapped(self, source: str, seconds: float) -> None:
-        """Note that the pass that is told next took ``seconds`` longer for what ``source`` drafts from."""
-        self.drafted(source, seconds)
 
     def promise(self, draft: Draft, drafting_s: float = 0.0) -> Promise:
         """What the pass over ``draft`` is expected to bring. ``drafting_s``: what the draft itself takes."""

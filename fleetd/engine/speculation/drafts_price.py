@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # The share of what a draft took, beside what was expected of it, that is believed at once.
 _BELIEVED = 0.2
+# A draft further off than this factor says more about the machine than about drafts.
+_OFF = 3.0
+# With each token that comes without a draft the price goes this part of the way back to what was measured at
+# first: a source that has become dear is not asked, so nothing else would show that it is cheap again.
+_FORGETS = 0.005
 
 
 @dataclass(slots=True)
@@ -14,6 +19,11 @@ class DraftPrice:
 
     once_s: float
     token_s: float
+    # Both as they were measured at first.
+    _first: tuple[float, float] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._first = self.once_s, self.token_s
 
     @classmethod
     def between(cls, one_s: float, all_s: float, tokens: int) -> DraftPrice:
@@ -26,5 +36,13 @@ class DraftPrice:
 
     def took(self, tokens: int, seconds: float) -> None:
         """A draft of ``tokens`` took ``seconds``."""
-        scale = 1 + _BELIEVED * (seconds / self.seconds(tokens) - 1)
+        off = min(_OFF, seconds / max(self.seconds(tokens), 1e-9))
+        scale = 1 + _BELIEVED * (off - 1)
         self.once_s, self.token_s = scale * self.once_s, scale * self.token_s
+
+    def forget(self, tokens: int) -> None:
+        """``tokens`` came without a draft."""
+        part = 1 - (1 - _FORGETS) ** tokens
+        once_s, token_s = self._first
+        self.once_s += part * (once_s - self.once_s)
+        self.token_s += part * (token_s - self.token_s)

@@ -59,7 +59,7 @@ PRICED_STEPS = 16
 # Rows by which mlx-lm's caches grow.
 _GROWTH = 256
 # Raised when a verdict of before would not be one any more: other comparisons, other arithmetic.
-PROBE_VERSION = 5
+PROBE_VERSION = 6
 
 
 class ProbePlan(msgspec.Struct, frozen=True):
@@ -138,7 +138,8 @@ def probe(
     window = rollback.room(empty)
     most = min(context_tokens, window)
     verdict = _Probing(model, vocab_size, plan, clock).all(most)
-    if not verdict.exact and can_widen(empty):
+    # A few widths stand for all only if single rows are exact by construction.
+    if not verdict.exact and not plan.every and can_widen(empty):
         wide = _Probing(WideSteps(model, ANY), vocab_size, plan, clock, narrow=model).all(most)
         also = wide.text.partition(": ")[2]
         verdict = (

@@ -19,8 +19,6 @@ from fleetd.engine.speculation.sources import Context, HiddenRows
 JUDGED, HARDLY = 64, 0.02
 # A draft after a time without drafts begins with so many of the last tokens, or more if the answer bears it.
 LEAST_ROWS = 32
-# The share of what reading a row took that is believed at once.
-_BELIEVED = 0.2
 
 
 class NotedStates:
@@ -68,13 +66,15 @@ class NotedStates:
 class WorkerDrafter(ABC):
     """What drafts from a model's hidden states, for all answers of a worker."""
 
+    # What drafts take, as far as is known now.
+    price: DraftPrice
     # First guesses that were held against the text, and how many were right.
     judged: int = field(init=False, default=0)
     right: int = field(init=False, default=0)
     # Seconds that a pass takes longer if it notes what is drafted from; 0 unless other machines send it.
     taps_s: float = field(init=False, default=0.0)
-    # Seconds that it takes to read a token's hidden state without drafting; 0 if nothing is read.
-    row_s: float = field(init=False, default=0.0)
+    # What it takes to read tokens' hidden states without drafting; 0 if nothing is read.
+    reading: DraftPrice = field(init=False, default_factory=lambda: DraftPrice(0.0, 0.0))
 
     @property
     @abstractmethod
@@ -95,9 +95,15 @@ class WorkerDrafter(ABC):
     def judge(self, *, right: bool) -> None:
         self.judged, self.right = self.judged + 1, self.right + right
 
-    def read(self, rows: int, seconds: float) -> None:
-        """Note that ``rows`` tokens' hidden states were read in ``seconds``."""
-        self.row_s += _BELIEVED * (seconds / rows - self.row_s)
+    @property
+    def row_s(self) -> float:
+        """Seconds that it takes to read a token's hidden state without drafting."""
+        return self.reading.token_s
+
+    def forget(self, tokens: int) -> None:
+        """Note that ``tokens`` of an answer came without a draft of this."""
+        self.price.forget(tokens)
+        self.reading.forget(tokens)
 
 
 @dataclass(slots=True)
@@ -127,9 +133,9 @@ class HiddenSource(ABC):
     def hidden_layers(self) -> tuple[int, ...]: ...
 
     @property
-    @abstractmethod
     def price(self) -> DraftPrice:
-        """What drafts take, as far as is known now."""
+        """What drafts take, as far as is known now, with what they are made from."""
+        return self.worker.price
 
     @abstractmethod
     def note(self, hidden: HiddenRows) -> None:
@@ -161,6 +167,8 @@ class HiddenSource(ABC):
         self.known_tokens = min(known, self.wanted_tokens)
 
     def committed(self, tokens: Sequence[int]) -> None:
-        if self.guess is not None and tokens:
+        if self.guess is None:
+            self.worker.forget(len(tokens))
+        elif tokens:
             self.worker.judge(right=tokens[0] == self.guess)
             self.guess = None

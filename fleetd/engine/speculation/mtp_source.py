@@ -35,8 +35,6 @@ from fleetd.models.heads import ROWS
 
 # More rows at once are the prompt's, or those of a time in which the head was not asked.
 _FEW = 2 * limits.SPEC_WIDTH
-# The share of a guess's seconds that is believed at once.
-_BELIEVED = 0.2
 
 
 @dataclass(slots=True)
@@ -44,8 +42,6 @@ class WorkerHead(WorkerDrafter):
     """A model's head, for all answers of a worker."""
 
     head: MtpHead
-    # Seconds of the device that a guess takes, as measured last.
-    token_s: float
 
     @classmethod
     def measured(cls, head: MtpHead, clock: Callable[[], float] = time.perf_counter) -> WorkerHead:
@@ -58,8 +54,9 @@ class WorkerHead(WorkerDrafter):
             token = head.likeliest(given)
             mx.eval(head.likeliest(head(token, head.fed_back(given), cache)))
             seconds.append((clock() - begun) / 2)
-        found = cls(head, min(seconds))
-        found.row_s = min(found.reading_s(LEAST_ROWS, clock) for _ in range(2)) / LEAST_ROWS
+        found = cls(DraftPrice(0.0, min(seconds)), head)
+        row_s = min(found.reading_s(LEAST_ROWS, clock) for _ in range(2)) / LEAST_ROWS
+        found.reading = DraftPrice(0.0, row_s)
         return found
 
     def reading_s(self, rows: int, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -71,15 +68,11 @@ class WorkerHead(WorkerDrafter):
     @property
     def text(self) -> str:
         """What is said of it once it is loaded."""
-        return f"{MTP}: {1000 * self.token_s:.1f} ms a token"
+        return f"{MTP}: {1000 * self.price.token_s:.1f} ms a token"
 
     def source(self) -> MtpSource | None:
         """The source of a new answer; None while the head is off."""
         return None if self.off else MtpSource(self)
-
-    def took(self, seconds: float) -> None:
-        """A guess took ``seconds``."""
-        self.token_s += _BELIEVED * (seconds - self.token_s)
 
 
 @dataclass(slots=True)
@@ -97,11 +90,6 @@ class MtpSource(HiddenSource):
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         return (self.worker.head.hidden_layer,)
-
-    @property
-    def price(self) -> DraftPrice:
-        """What guesses take, as far as is known now."""
-        return DraftPrice(0.0, self.worker.token_s)
 
     def note(self, hidden: HiddenRows) -> None:
         """These hidden states have been computed. They are given even if the source is not asked."""
@@ -136,14 +124,14 @@ class MtpSource(HiddenSource):
         early = len(places) - 1 if len(places) > _FEW else 0
         if early:
             _read(head, following[:, :early], states[:early], self._cache)
-            self.worker.read(early, time.perf_counter() - begun)
+            self.worker.reading.took(early, time.perf_counter() - begun)
         drafting = time.perf_counter()
         given = head(following[:, early:], head.normed(states[None, early:]), self._cache)[:, -1:]
         found = self._guesses(given, context.width)
         ended = time.perf_counter()
         self._rows, self._fed = self._rows + len(places), newest + 1
         self.spent_s = ended - begun
-        self.worker.took((ended - drafting) / context.width)
+        self.worker.price.took(context.width, ended - drafting)
         self.guess = found[0]
         return found
 

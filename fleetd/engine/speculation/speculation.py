@@ -239,7 +239,7 @@ class SequenceDrafts:
         if self.hidden is not None:
             for source in self.priced:
                 if source.taps_s and {*source.hidden_layers} <= {*self.hidden.states}:
-                    self.controller.tapped(source.name, source.taps_s)
+                    self.controller.drafted(source.name, source.taps_s)
         self.controller.verified(draft, emitted, seconds, saved_s, again=again, beside=beside, left=left)
         self._committed(emitted)
 
