@@ -327,7 +327,7 @@ def test_what_other_machines_keep_is_compared_too(long_llama: Any) -> None:
     assert verdict.text.startswith("declined: blocks of 2 tokens give other keys, values or states at 31 ")
 
 
-@pytest.mark.parametrize("promised", [1024, 2048, 5000])
+@pytest.mark.parametrize("promised", [1024, 2048, pytest.param(5000, marks=pytest.mark.long)])
 def test_a_probe_takes_no_more_of_other_machines_than_they_promised(
     long_llama: Any, device: Device, promised: int
 ) -> None:

@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.parametrize("cuts", [(2,), (1, 3)])
+@pytest.mark.parametrize("cuts", [pytest.param((2,), marks=pytest.mark.long), (1, 3)])
 async def test_a_group_of_workers_answers_as_the_whole_model(model: Path, cuts: tuple[int, ...]) -> None:
     requests = [prompt(f"r{n}", 100 + 50 * n, seed=n, shared=False, max_tokens=12) for n in range(4)]
     async with workers(model, 1) as (whole,):
@@ -91,7 +91,7 @@ async def test_a_member_that_is_gone_ends_the_answer_with_its_name(model: Path, 
         member.kill()
 
 
-@pytest.mark.parametrize("cuts", [(2,), (1, 3)])
+@pytest.mark.parametrize("cuts", [pytest.param((2,), marks=pytest.mark.long), (1, 3)])
 async def test_a_prompt_comes_back_from_the_disks_after_a_restart(
     model: Path, tmp_path: Path, cuts: tuple[int, ...]
 ) -> None:

@@ -149,13 +149,40 @@ def wrong_by(whole: Sequence[int], step: int) -> Scripted:
     return Scripted(say)
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+def fields_of(sampling: Sampling) -> dict[str, Any]:
+    return {"sampling": sampling, "max_tokens": 40, "top_logprobs": 1}
+
+
+@pytest.fixture(scope="module")
+def plainly(make_model: Callable[[str], Any], tokenizer: Any) -> Callable[[Sampling], Run]:
+    """The answer without drafts."""
+    runs: dict[str, Run] = {}
+
+    def of(sampling: Sampling) -> Run:
+        if repr(sampling) not in runs:
+            run = Run(make_model("llama"), tokenizer)
+            runs[repr(sampling)] = answers(run, {"r": (PROMPT, [], fields_of(sampling))})
+        return runs[repr(sampling)]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [
+        pytest.param(kind, sampling, id=f"{kind}-{name}", marks=() if kind in quick else pytest.mark.long)
+        for name, sampling, quick in (
+            ("greedy", GREEDY, SOURCES),
+            ("sampled", SAMPLED, ("allowed but wrong", "random")),
+            ("penalised", PENALISED, ("perfect", "right for three")),
+        )
+        for kind in SOURCES
+    ],
+)
 def test_an_answer_by_rules_is_the_same_with_and_without_drafts(
-    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, kind: str, sampling: Sampling
+    llama: Any, tokenizer: Any, plainly: Callable[[Sampling], Run], kind: str, sampling: Sampling
 ) -> None:
-    fields = {"sampling": sampling, "max_tokens": 40, "top_logprobs": 1}
-    plain = answers(Run(llama, tokenizer), {"r": (PROMPT, [], fields)})
+    plain, fields = plainly(sampling), fields_of(sampling)
     whole = plain.tokens["r"]
     assert well_formed(whole[len(PROMPT) :])
     rules: list[Rule] = []
@@ -177,15 +204,14 @@ def test_an_answer_by_rules_is_the_same_with_and_without_drafts(
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_an_answer_by_rules_is_the_same_with_blocks_ahead_over_several_machines(
-    llama: Any, tokenizer: Any, kind: str
+    llama: Any, tokenizer: Any, plainly: Callable[[Sampling], Run], kind: str
 ) -> None:
     """Masks of a block are made while the one before it, whose drafts may be wrong, is under way."""
-    fields = {"sampling": SAMPLED, "max_tokens": 40, "top_logprobs": 1}
-    plain = answers(Run(llama, tokenizer), {"r": (PROMPT, [], fields)})
+    plain = plainly(SAMPLED)
     group = lazy(group_of(llama, 1, 3), 4)
     run = Run(group.model, tokenizer, speculating.speculation(VOCAB))
     rules: list[Rule] = []
-    answers(run, {"r": (PROMPT, SOURCES[kind](plain.tokens["r"]), fields)}, rules)
+    answers(run, {"r": (PROMPT, SOURCES[kind](plain.tokens["r"]), fields_of(SAMPLED))}, rules)
     assert run.said("r") == plain.said("r")
 
 

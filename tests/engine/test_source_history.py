@@ -110,9 +110,16 @@ PROCESSES: dict[str, Process] = {
 }
 
 
-@pytest.mark.parametrize("price", [0.05, 0.3])
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize(
+    ("process", "device", "price"),
+    [
+        # Every process on every device at one price or the other; all of them in the long run.
+        pytest.param(process, device, price, marks=() if (i + j + k) % 2 else pytest.mark.long)
+        for i, process in enumerate(PROCESSES)
+        for j, device in enumerate(DEVICES)
+        for k, price in enumerate([0.05, 0.3])
+    ],
+)
 def test_hardly_any_answer_is_slower_than_without_the_head(process: str, device: str, price: float) -> None:
     found = HeadedWorker(device, price).times_plain(PROCESSES[process])
     assert p10(found) >= 0.98
