@@ -131,11 +131,19 @@ MACHINES = {
     "three, one slow": (FLAT, (0.2, 0.2, 0.6), 0.1),
     "three equal ones": (STEEP, (0.34, 0.33, 0.33), 0.0),
 }
+# The quick run has these with right drafts, and the first with drafts that turn wrong.
+OTHERWISE_TRIED = {"equal", "a little unequal", "three, one slow"}
 
 
-@pytest.mark.parametrize("machines", MACHINES)
 @pytest.mark.parametrize(
-    "chance", [0.7, *(pytest.param(chance, marks=pytest.mark.long) for chance in (0.05, 0.3, 0.9))]
+    ("machines", "chance"),
+    [
+        pytest.param(
+            name, chance, marks=() if chance == 0.7 and name not in OTHERWISE_TRIED else pytest.mark.long
+        )
+        for name in MACHINES
+        for chance in (0.05, 0.3, 0.7, 0.9)
+    ],
 )
 def test_text_with_refused_drafts_is_not_slower_than_one_block_at_a_time(
     tokenizer: Any, machines: str, chance: float
