@@ -79,7 +79,7 @@ def _with(prompt: ChatPrompt, messages: list[dict[str, Any]]) -> ChatPrompt:
 
 def _moved(message: Mapping[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     """``plain``, the message without marks, with its images where they stand in the text then."""
-    content = message.get("content")
+    content = message.get("content") or ""
     if IMAGES not in message or plain["content"] == content:
         return plain
     return plain | {IMAGES: [(len(unmark(content[:at])[0]), file) for at, file in message[IMAGES]]}
