@@ -104,7 +104,7 @@ async def test_models_lists_what_is_here_and_what_could_be(daemon: ControlledDae
     first = listing["installed"][0]
     assert set(first) == {
         "name", "source", "architecture", "weights_bytes", "context_tokens", "roles", "path", "loaded",
-        "pinned", "digest", "tools", "thinking", "ignored", "fit", "drafter", "drafter_off",
+        "pinned", "digest", "tools", "thinking", "images", "ignored", "fit", "drafter", "drafter_off",
     }  # fmt: skip
     assert (first["drafter"], first["drafter_off"]) == ("", "")
     assert (first["name"], first["loaded"]) == (MODEL, True)

@@ -93,6 +93,7 @@ async def test_models_in_openais_shape() -> None:
                 "nodes": [{"node": "this", "state": "loaded"}],
                 "tools": "grammar",
                 "thinking": False,
+                "images": False,
                 "purpose": "chat",
                 "vector_width": 0,
             },
