@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from test_tunnel import SECRET, TunnelEnds, read
+from test_tunnel import KEY, SECRET, TunnelEnds, read
 
 from fleetd.p2p.discovery.interfaces import Interface
 from fleetd.p2p.plain_links import PlainLinks
+from fleetd.p2p.tunnel import LocalPort, Mouth, Tunnel
 from fleetd.requests.ranks.ring_links import RingLinks
+from fleetd.sealed.chunks import Role
 
 
 def interface(name: str, *addresses: str, networks: tuple[str, ...]) -> Interface:
@@ -109,20 +111,23 @@ def test_when_one_process_goes_the_other_one_hears_of_it_over_a_plain_link_too(f
         ends = TunnelEnds(stack, (True, True))
         stack.callback(ends.close)
         pair = ends.connected()
+        # One that goes before it is looked at is nobody's.
+        pair[first].sendall(b"1")
+        assert pair[1 - first].recv(1) == b"1"
         pair[first].close()
         assert pair[1 - first].recv(1) == b""
 
 
-def test_an_end_that_says_nothing_of_the_link_ends_the_tunnel() -> None:
-    with ExitStack() as stack:
-        ends = TunnelEnds(stack, (True, True))
-        stack.callback(ends.close)
-        for sock in ends.wire._ends:
-            sock.shutdown(socket.SHUT_RDWR)
-        for tunnel in ends.tunnels:
-            tunnel.join(60)
-            assert not any(thread.is_alive() for thread in tunnel._threads)
-        assert all(tunnel.plain in (None, True) for tunnel in ends.tunnels)
+@pytest.mark.parametrize(("role", "local"), [("connector", Mouth), ("acceptor", LocalPort)])
+def test_an_end_that_says_nothing_of_the_link_ends_the_tunnel(
+    role: Role, local: type[Mouth] | type[LocalPort]
+) -> None:
+    near, far = socket.socketpair()
+    tunnel = Tunnel(near, KEY, role, local(), offer=1)
+    far.close()
+    tunnel.join(60)
+    assert not any(thread.is_alive() for thread in tunnel._threads)
+    assert tunnel.plain is None
 
 
 class SaidTunnel:
