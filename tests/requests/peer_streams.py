@@ -13,7 +13,7 @@ from fleetd.requests.remote.message_codec import ALIVE
 
 
 class FakeStream:
-    """A peer's answer: bodies are received, exceptions raised, None hangs."""
+    """A peer's answer: bodies are received, exceptions raised, None hangs, however often it is asked."""
 
     def __init__(self, script: Iterable[bytes | FleetError | None]) -> None:
         self.script = list(script)
@@ -23,9 +23,9 @@ class FakeStream:
     async def receive(self) -> bytes | None:
         if not self.script:
             return None
-        step = self.script.pop(0)
-        if step is None:
+        if self.script[0] is None:
             await asyncio.Event().wait()
+        step = self.script.pop(0)
         if isinstance(step, FleetError):
             raise step
         return step
