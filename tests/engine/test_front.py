@@ -53,6 +53,7 @@ class Ends:
         self.tokenizer = None
         self.keeps_states = True
         self.grammars = None
+        self.images, self.imageless = None, ""
         self.basis = LateBasis(lambda: b"")
         self.facts = protocol.Ready(
             "cpu", ModelShape("x", 1, 64, "f32", 1, StateSizes(1)), 8, 1, True, False, False, 0.0, {}

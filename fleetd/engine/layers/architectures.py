@@ -71,8 +71,7 @@ class Architecture(msgspec.Struct, frozen=True):
     whole: str = ""
     # The rest is for docs/models.md, and tests compare. Whether some layers keep a sliding window, or may.
     windows: Literal["no", "where set", "yes"] = "no"
-    # On a CPU a block of tokens is computed by other sums than single ones, also if these are two rows wide,
-    # and no drafts are verified there.
+    # On a CPU a block of tokens is computed by other sums than single ones, and no drafts are verified there.
     other_blocks: bool = False
     # Drafts leave the tokens as they are, and after them the last bit of log-probabilities may differ.
     rounds: bool = False
@@ -147,7 +146,7 @@ CUT: dict[str, Architecture] = {
     "cohere": Architecture(logits="times_logit_scale"),
     "cohere2": Architecture(logits="times_logit_scale", chunks="same", windows="yes"),
     "deepseek_v2": _PLAIN,
-    "deepseek_v3": _DEEPSEEK3,
+    "deepseek_v3": replace(_DEEPSEEK3, other_blocks=True),
     "deepseek_v32": replace(_LATENT_ARRAY, whole=_INDEX, other_blocks=True),
     "ernie4_5": _PLAIN,
     "exaone4": _WINDOWS,
@@ -162,7 +161,9 @@ CUT: dict[str, Architecture] = {
     "gear": Architecture(scale="sqrt_width", logits="softcap", chunks="same", whole=_STATE, windows="yes"),
     "gemma": Architecture(scale="sqrt_width"),
     # Caps the scores, which leaves attention to MLX's own products.
-    "gemma2": Architecture(scale="sqrt_width", mask_array=True, logits="softcap", chunks="same"),
+    "gemma2": Architecture(
+        scale="sqrt_width", mask_array=True, logits="softcap", chunks="same", other_blocks=True
+    ),
     "gemma3": replace(_GEMMA3, text="language_model"),
     "gemma3_text": _GEMMA3,
     "glm4": _PLAIN,
