@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import seeing_gemma
+from disk_worker import Worker, settings_in
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.utils import load_config
@@ -32,7 +33,7 @@ from fleetd.engine.vision.reader_files import read_image_reader
 from fleetd.errors import ModelUnsupported
 from fleetd.models.folder import read_folder
 
-pytestmark = pytest.mark.usefixtures("on_cpu")
+pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 # By the image's height and width: three pixels, the first row's first numbers, the last row's last ones, and
 # the sum of all without their signs.
 ROWS: dict[tuple[int, int], Any] = {
@@ -256,6 +257,32 @@ def test_the_rest_of_an_image_is_read_in_one(seer: Seer) -> None:
             layer.state = (*cut, offset - left, keep, size, index - left)
     logits = read(seer, prepared, 4, cache=cache, done=end - left)
     assert logits[:6].tolist() == pytest.approx(ANSWERS[2]["logits"], abs=2e-4)
+
+
+def test_the_disk_has_what_is_behind_an_image_and_nothing_inside(seer: Seer, tmp_path: Path) -> None:
+    before, text = "x" * 240, "x" * 500
+
+    def asking(seed: int) -> PreparedPrompt:
+        return seer.prepared(
+            str(seed), [{"role": "user", "content": text, IMAGES: [(len(before), picture(seed))]}]
+        )
+
+    def asked_of_a_new_worker(seed: int) -> tuple[int, str]:
+        worker = Worker(seer.model, seer.tokenizer, settings_in(tmp_path))
+        worker.scheduler.inbox.put(asking(seed))
+        ended = worker.finish(str(seed))
+        worker.stop()
+        return ended.timings.restored_tokens, worker.text(str(seed))
+
+    images = asking(1).images
+    assert images is not None
+    [(first, end)] = images.blocks
+    assert first < 256 < end < 512 < len(asking(1).tokens)
+    none, written = asked_of_a_new_worker(1)
+    found, again = asked_of_a_new_worker(1)
+    assert (none, found) == (0, 512)
+    assert written == again
+    assert asked_of_a_new_worker(2)[0] == 0
 
 
 # ---- folders ---------------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models.images import ENCODER, PROJECTOR, reads_images
 from fleetd.models.weights import weight_files
 
-# By the ``model_type`` of a config.
-_FAMILIES: dict[str, Callable[[Path, Mapping[str, Any]], ImageReader]] = {
-    "gemma3": Gemma3Reader,
-    "mistral3": Mistral3Reader,
+# By the ``model_type`` of an image encoder: each is known here for one family.
+_READERS: dict[str, Callable[[Path, Mapping[str, Any]], ImageReader]] = {
+    "pixtral": Mistral3Reader,
+    "siglip_vision_model": Gemma3Reader,
 }
 # Quantised weights without a word of how.
 _GROUP, _BITS = 64, 4
@@ -40,7 +40,7 @@ def read_image_reader(folder: Path, config: Mapping[str, Any]) -> ImageReader | 
     if not reads_images(config):
         return None
     try:
-        reader = _FAMILIES[config["model_type"]](folder, config)
+        reader = _READERS[config["vision_config"]["model_type"]](folder, config)
         weights = dict(_weights(folder, reader))
         if not weights:
             return None
