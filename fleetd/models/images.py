@@ -13,7 +13,7 @@ from fleetd.models.weights import weight_files
 # The names of tensors begin so, once ``model.`` is taken off.
 ENCODER, PROJECTOR = "vision_tower.", "multi_modal_projector."
 # ``model_type`` of a model → those of its image encoders that are known here.
-_KNOWN = {"mistral3": frozenset({"pixtral"})}
+_KNOWN = {"gemma3": frozenset({"siglip_vision_model"}), "mistral3": frozenset({"pixtral"})}
 
 
 def reads_images(config: Mapping[str, Any]) -> bool:

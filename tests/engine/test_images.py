@@ -17,22 +17,22 @@ import pytest
 import seeing_model
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from mlx_lm.utils import load_config, load_model
+from mlx_lm.utils import load_config
 from PIL import Image, ImageFile
 from safetensors.numpy import save_file
-from turned_scheduler import TurnedScheduler
+from seer import Seer, asked
 
 from fleetd import limits
 from fleetd.cache.block_names import names
-from fleetd.engine.cpu import products
 from fleetd.engine.loop.sequence import new_sequence
 from fleetd.engine.measure.chunk_size import FixedChunks
 from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.prompt.prompt_encoding import PreparedPrompt, prepare
-from fleetd.engine.protocol import IMAGES, ChatPrompt, Finished, Generate, Keep, Sampling
+from fleetd.engine.protocol import IMAGES, ChatPrompt, Finished, Generate, Keep
 from fleetd.engine.vision import image_file
 from fleetd.engine.vision.image_file import read_image
-from fleetd.engine.vision.image_reader import ImageReader, read_image_reader
+from fleetd.engine.vision.pixtral import Mistral3Reader
+from fleetd.engine.vision.reader_files import read_image_reader
 from fleetd.errors import BadRequest, InvalidValue, ModelUnsupported, PayloadTooLarge, UnsupportedParameter
 from fleetd.models.folder import read_folder
 
@@ -68,26 +68,6 @@ ROWS: dict[tuple[int, int], Any] = {
 }
 
 
-class Seer:
-    """The model, and what it reads images with."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.model, self.config = load_model(path)
-        self.tokenizer = load_tokenizer(path)
-        reader = read_image_reader(path, self.config)
-        assert reader is not None
-        products.to_float32(reader)
-        self.reader: ImageReader = reader
-
-    def prepared(self, name: str, messages: list[dict[str, Any]], **fields: Any) -> PreparedPrompt:
-        request = Generate(name, ChatPrompt(messages), Sampling(temperature=0.0), max_tokens=8, **fields)
-        return prepare(request, self.tokenizer, VOCAB, images=self.reader, model="seer", borders=True)
-
-    def scheduler(self, **options: Any) -> TurnedScheduler:
-        return TurnedScheduler(self.model, self.tokenizer, **options)
-
-
 @pytest.fixture(scope="module")
 def seer(tmp_path_factory: pytest.TempPathFactory) -> Seer:
     before = mx.default_device()
@@ -95,11 +75,6 @@ def seer(tmp_path_factory: pytest.TempPathFactory) -> Seer:
     found = Seer(seeing_model.write(tmp_path_factory.mktemp("seer") / "seer"))
     mx.set_default_device(before)
     return found
-
-
-def asked(*files: bytes, text: str = "What is this?") -> list[dict[str, Any]]:
-    """A user's message with images before its text."""
-    return [{"role": "user", "content": text, IMAGES: [(0, file) for file in files]}]
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------
@@ -126,7 +101,7 @@ def test_attention_in_pieces_gives_the_rows_of_attention_in_one(
 ) -> None:
     patches = seer.reader.patches(read_image(seeing_model.picture(1, 48, 48), "image"))
     whole = seer.reader(patches)
-    monkeypatch.setattr("fleetd.engine.vision.pixtral.QUERIES", 7)
+    monkeypatch.setattr("fleetd.engine.vision.encoder_parts.QUERIES", 7)
     assert mx.allclose(seer.reader(patches), whole, atol=1e-5)
 
 
@@ -314,7 +289,7 @@ def test_an_image_in_the_prefix_cache_is_not_looked_at_again(
     run = seer.scheduler()
     run.scheduler.tell(seer.prepared("one", asked(seeing_model.picture(1))))
     run.finish()
-    monkeypatch.setattr(ImageReader, "__call__", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(Mistral3Reader, "__call__", lambda *_: pytest.fail("it was read"))
     run.scheduler.tell(seer.prepared("two", asked(seeing_model.picture(1))))
     run.finish()
     assert run.text("two") == run.text("one")

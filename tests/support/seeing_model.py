@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,27 +141,36 @@ def text_weights(vocab: int) -> dict[str, np.ndarray[Any, Any]]:
 
 def write(folder: Path, *, vision: bool = True) -> Path:
     """The model in ``folder``; without ``vision`` as converters for text alone leave it."""
+    return write_folder(
+        folder,
+        SPECIAL,
+        {"eos_token": "</s>", "chat_template": TEMPLATE},
+        config,
+        {"size": {"longest_edge": LONGEST}, "patch_size": PATCH},
+        lambda vocab: text_weights(vocab) | (vision_weights() if vision else {}),
+    )
+
+
+def write_folder(
+    folder: Path,
+    special: list[str],
+    tokenizer_config: dict[str, Any],
+    config_of: Callable[[int], dict[str, Any]],
+    preprocessor: dict[str, Any],
+    weights_of: Callable[[int], dict[str, np.ndarray[Any, Any]]],
+) -> Path:
+    """A model of bytes and ``special`` tokens in ``folder``. What depends on their number is given it."""
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = byte_alphabet()
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in SPECIAL])
-    vocab = len(alphabet) + len(SPECIAL)
+    tokenizer.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in special])
+    vocab = len(alphabet) + len(special)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "eos_token": "</s>",
-                "chat_template": TEMPLATE,
-                "clean_up_tokenization_spaces": False,
-            }
-        )
-    )
-    (folder / "config.json").write_text(json.dumps(config(vocab)))
-    (folder / "preprocessor_config.json").write_text(
-        json.dumps({"size": {"longest_edge": LONGEST}, "patch_size": PATCH})
-    )
-    save_file(text_weights(vocab) | (vision_weights() if vision else {}), folder / "model.safetensors")
+    usual = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(usual | tokenizer_config))
+    (folder / "config.json").write_text(json.dumps(config_of(vocab)))
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    save_file(weights_of(vocab), folder / "model.safetensors")
     return folder

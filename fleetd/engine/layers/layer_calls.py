@@ -23,10 +23,14 @@ from fleetd.engine.sequence_state.parts import parts
 
 class PassInputs(msgspec.Struct, frozen=True):
     """What of a chunk enters layers besides hidden states: the position of its first token and, where the
-    model has such, each layer's own input (B, T, layers of the whole model, width)."""
+    model has such, each layer's own input (B, T, layers of the whole model, width).
+
+    ``both_ways``: its tokens also see those of them that come later, as far as a window reaches.
+    """
 
     start: int = 0
     per_layer: mx.array | None = None
+    both_ways: bool = False
 
 
 class LayerPass:
@@ -60,10 +64,22 @@ class LayerPass:
                 # A cache that rotates also masks what has left the window.
                 window = kind_of(kind).window(kind)
                 if window not in self._masks:
-                    as_array = self._as_array and window is None
-                    self._masks[window] = create_attention_mask(self._like, part, return_array=as_array)
+                    self._masks[window] = self._made(part, window)
                 return self._masks[window]
         return None
+
+    def _made(self, cache: Any, window: int | None) -> Any:
+        opened = self.inputs.both_ways and self._like.shape[1] > 1
+        if opened and window is None:
+            # All that came before, and all of the chunk.
+            return None
+        as_array = opened or (self._as_array and window is None)
+        mask = create_attention_mask(self._like, cache, return_array=as_array)
+        if not opened:
+            return mask
+        # The chunk's own keys are the last ones, in their order. A window ends behind a token, not before it.
+        tokens, keys = mask.shape
+        return mask | ~mx.tri(tokens, keys, keys - tokens, dtype=mx.bool_)
 
     def mask_as_of(self, window: int | None) -> Any:
         """The mask that an earlier layer of this pass had."""

@@ -46,7 +46,8 @@ from fleetd.engine.sequence_state.kinds import StateKind, kind_of
 from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.sequence_state.parts import sizes as sizes_of
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.vision.image_reader import ImageReader, read_image_reader
+from fleetd.engine.vision.image_reader import ImageReader
+from fleetd.engine.vision.reader_files import read_image_reader
 from fleetd.errors import ModelCorrupt, ModelRefused, ModelUnsupported, OutOfMemory
 from fleetd.hardware import memory, mlx_device
 from fleetd.hardware.device_facts import DeviceFacts

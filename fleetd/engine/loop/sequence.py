@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.control.prefill_trace import GroupStage, Speculated
@@ -16,7 +15,7 @@ from fleetd.engine.answer.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.answer.output_text import AnswerText
 from fleetd.engine.failures import require
 from fleetd.engine.guests import can_step
-from fleetd.engine.layers.prefill import Prefiller
+from fleetd.engine.layers.prefill import Prefiller, PromptRows
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.loop.phases import HELD, HOLDS, NEXT, IllegalMove, Phase
 from fleetd.engine.measure.memory import GROWTH_TOKENS, KvBudget
@@ -263,16 +262,18 @@ class ScheduledSequence:
                 hit.tokens,
                 state_bytes=state_bytes,
                 borders=borders,
-                embedded=self._embedded(model),
+                rows=self._rows(model),
             )
         self.move(Phase.READING, prefiller=begun)
         return begun
 
-    def _embedded(self, model: Any) -> Callable[[mx.array, int], mx.array | None] | None:
-        """What stands for rows of images in the place of embeddings; None if the prompt has none."""
-        if self.prepared.images is None:
+    def _rows(self, model: Any) -> PromptRows | None:
+        """The rows of the prompt's images; None if it has none."""
+        images = self.prepared.images
+        if images is None:
             return None
-        return partial(self.prepared.images.embedded, Stage.of(model).weights.embed_tokens)
+        stage = Stage.of(model)
+        return PromptRows(stage, partial(images.embedded, stage.embed), images.blocks)
 
     def sparse_in(self, prefix: PrefixCache) -> int:
         """Tokens in memory of a prompt that leaves out the same ones, if those of dense prompts are fewer."""

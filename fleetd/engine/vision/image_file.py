@@ -61,14 +61,14 @@ def read_image(data: bytes, where: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def resized(
-    image: np.ndarray[Any, np.dtype[np.uint8]], height: int, width: int
+    image: np.ndarray[Any, np.dtype[np.uint8]], height: int, width: int, resample: int
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """An (H, W, 3) image of another size, by bicubic interpolation as the models' makers have it."""
+    """An (H, W, 3) image of another size. ``resample``: Pillow's number for a way to interpolate."""
     if image.shape[:2] == (height, width):
         return image
     from PIL import Image
 
-    found = Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)
+    found = Image.fromarray(image).resize((width, height), Image.Resampling(resample))
     return np.asarray(found, dtype=np.uint8)
 
 

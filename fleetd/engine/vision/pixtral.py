@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,8 +20,14 @@ import mlx.nn as nn
 import msgspec
 import numpy as np
 
-# Patches of one step of attention: all of a large image at once would take gigabytes.
-QUERIES = 512
+from fleetd.engine.vision.encoder_parts import activation, attended, by_heads
+from fleetd.engine.vision.image_reader import ImagePatches, ImageReader, ImageSettings
+from fleetd.text.decoding import from_plain
+
+# CLIP's means and deviations, and bicubic interpolation: what the makers use where they say nothing else.
+_USUAL = ImageSettings(
+    (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), resample=3, longest=1540
+)
 
 
 class PixtralConfig(msgspec.Struct, frozen=True):
@@ -44,14 +52,6 @@ class PixtralConfig(msgspec.Struct, frozen=True):
         return float(found or 10_000.0)
 
 
-def activation(name: str) -> Any:
-    """An activation function by the name that configs have for it. Raises ValueError."""
-    known = {"silu": nn.silu, "gelu": nn.gelu, "gelu_pytorch_tanh": nn.gelu_approx}
-    if name not in known:
-        raise ValueError(f"unknown activation {name!r}")
-    return known[name]
-
-
 class _PatchAttention(nn.Module):  # type: ignore[misc]
     def __init__(self, config: PixtralConfig) -> None:
         super().__init__()
@@ -63,20 +63,8 @@ class _PatchAttention(nn.Module):  # type: ignore[misc]
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def __call__(self, x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
-        count, width = x.shape[1:]
-
-        def split(rows: mx.array) -> mx.array:
-            return rows.reshape(1, count, self.heads, width // self.heads).transpose(0, 2, 1, 3)
-
-        q, k, v = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
-        q, k = _turned(q, turns), _turned(k, turns)
-        scale = (width // self.heads) ** -0.5
-        found = [
-            mx.fast.scaled_dot_product_attention(q[:, :, at : at + QUERIES], k, v, scale=scale)
-            for at in range(0, count, QUERIES)
-        ]
-        joined = mx.concatenate(found, axis=2).transpose(0, 2, 1, 3).reshape(1, count, width)
-        return self.o_proj(joined)  # type: ignore[no-any-return]
+        q, k, v = (by_heads(each(x), self.heads) for each in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(attended(_turned(q, turns), _turned(k, turns), v))  # type: ignore[no-any-return]
 
 
 def _turned(rows: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
@@ -191,6 +179,40 @@ class Mistral3Projector(nn.Module):  # type: ignore[misc]
     def __call__(self, x: mx.array) -> mx.array:
         """(rows, columns, W) → (rows x columns / side², D of the text model)."""
         return self.linear_2(self.act(self.linear_1(self.patch_merger(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+class Mistral3Reader(ImageReader):
+    """Mistral 3's: an image keeps its ratio of sides, and a row of it ends with a token of its own."""
+
+    placeholder = "[IMG]"
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        vision = from_plain(config["vision_config"], PixtralConfig)
+        text = config["text_config"]
+        self.settings = ImageSettings.in_folder(folder, _USUAL)
+        self.side = int(config.get("spatial_merge_size", 2))
+        self.patch = vision.patch_size
+        self.row_token = int(config.get("image_token_index", config.get("image_token_id", 10)))
+        self.vision_tower = PixtralEncoder(vision)
+        self.multi_modal_projector = Mistral3Projector(
+            vision.hidden_size,
+            int(text["hidden_size"]),
+            side=self.side,
+            eps=float(text.get("rms_norm_eps", 1e-5)),
+            bias=bool(config.get("multimodal_projector_bias", False)),
+            hidden_act=str(config.get("projector_hidden_act", "gelu")),
+        )
+
+    def patches(self, image: np.ndarray[Any, np.dtype[np.uint8]]) -> ImagePatches:
+        multiple = self.patch * self.side
+        height, width = fitted(image.shape[0], image.shape[1], self.settings.longest, multiple)
+        rows, columns = height // multiple, width // multiple
+        return ImagePatches(self.settings.pixels(image, height, width), rows * columns, shown(rows, columns))
+
+    def __call__(self, patches: ImagePatches) -> mx.array:
+        found: mx.array = self.multi_modal_projector(self.vision_tower(mx.array(patches.pixels)))
+        return found
 
 
 def fitted(height: int, width: int, longest: int, multiple: int) -> tuple[int, int]:

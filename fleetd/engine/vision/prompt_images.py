@@ -10,6 +10,7 @@ placeholder. What stands in its place in the text has one token for each row.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -135,11 +136,22 @@ class PromptImages:
 
     # ---- prefill ---------------------------------------------------------------------------------------
 
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """[first, end) of the prompt's tokens that see each other both ways, ascending."""
+        if not self.reader.both_ways:
+            return []
+        ends = itertools.accumulate(each.rows for each in self.patches)
+        return [
+            (self.places[end - each.rows], self.places[end - 1] + 1)
+            for each, end in zip(self.patches, ends, strict=True)
+        ]
+
     def embedded(
         self, embed: Callable[[mx.array], mx.array], tokens: mx.array, first: int
     ) -> mx.array | None:
-        """The embeddings (1, n, D) of a chunk's tokens (1, n), the prompt's from ``first`` on, with rows of
-        images in their places; None if the chunk has none. Runs in the compute thread."""
+        """What ``embed`` gives (1, n, D) for a chunk's tokens (1, n), the prompt's from ``first`` on, with
+        rows of images in their places; None if the chunk has none. Runs in the compute thread."""
         end = first + tokens.shape[1]
         begins = 0
         chunk: mx.array | None = None

@@ -1,0 +1,43 @@
+"""A tiny model that reads images, in memory, and prompts with images for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import load_model
+from turned_scheduler import TurnedScheduler
+
+from fleetd.engine.cpu import products
+from fleetd.engine.prompt.prompt_encoding import PreparedPrompt, prepare
+from fleetd.engine.protocol import IMAGES, ChatPrompt, Generate, Sampling
+from fleetd.engine.vision.image_reader import ImageReader
+from fleetd.engine.vision.reader_files import read_image_reader
+
+
+class Seer:
+    """The model in a folder, and what it reads images with."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.model, self.config = load_model(path)
+        self.tokenizer = load_tokenizer(path)
+        reader = read_image_reader(path, self.config)
+        assert reader is not None
+        products.to_float32(reader)
+        self.reader: ImageReader = reader
+
+    def prepared(self, name: str, messages: list[dict[str, Any]], **fields: Any) -> PreparedPrompt:
+        fields = {"max_tokens": 8} | fields
+        request = Generate(name, ChatPrompt(messages), Sampling(temperature=0.0), **fields)
+        vocab = int(self.config["text_config"]["vocab_size"])
+        return prepare(request, self.tokenizer, vocab, images=self.reader, model="seer", borders=True)
+
+    def scheduler(self, **options: Any) -> TurnedScheduler:
+        return TurnedScheduler(self.model, self.tokenizer, **options)
+
+
+def asked(*files: bytes, text: str = "What is this?") -> list[dict[str, Any]]:
+    """A user's message with images before its text."""
+    return [{"role": "user", "content": text, IMAGES: [(0, file) for file in files]}]
