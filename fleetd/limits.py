@@ -497,6 +497,9 @@ GROUP_KEPT_BLOCKS, GROUP_LOOKUP_S = 2048, 5.0
 # A group must have room for the keys and values of so many tokens, and takes no more than for so many prompts
 # of the model's whole context.
 GROUP_LEAST_TOKENS, GROUP_STREAM_CONTEXTS = 2048, 2
+# If layers have running states, a machine of a group has memory for one per so many tokens: of common models,
+# a state takes about as much as the rows of so many tokens would.
+GROUP_STATE_TOKENS = 1024
 # Machines that a request may name to hold its model together: as many as a cut is looked for over.
 PLACEMENT_MACHINES = 8
 # A worker whose stream to a member ended waits so long for what the member's machine says of it.

@@ -603,15 +603,19 @@ def _scheduler(
     from fleetd.engine.prefixes.prefix_cache import PrefixCache
 
     facts = loaded.facts
-    again = partial(calibration, loaded.model, device, facts.vocab_size, facts.shape.context_tokens)
+    # Other machines of a group have no more room besides kept prompts.
+    most = min(facts.shape.context_tokens, loaded.shares.rows.alone)
+    again = partial(calibration, loaded.model, device, facts.vocab_size, most)
     return Scheduler(
         model=loaded.model,
         tokenizer=loaded.tokenizer,
         context_tokens=facts.shape.context_tokens,
         chunks=_chunks(settings, loaded),
         max_streams=settings.max_streams if loaded.together else 1,
-        budget=KvBudget(facts.kv_budget_bytes, facts.shape.sizes, address_space.promised),
-        prefix=PrefixCache(loaded.prefix_bytes),
+        budget=KvBudget(
+            facts.kv_budget_bytes, facts.shape.sizes, address_space.promised, rows=loaded.shares.rows
+        ),
+        prefix=PrefixCache(loaded.shares.prefix, rows=loaded.shares.prefix_rows),
         emit=emit,
         idle=IdleCalibration(again, facts, emit, keep=loaded.keep_measured),
         defaults=loaded.defaults,
@@ -672,7 +676,7 @@ def _disk(settings: WorkerSettings, loaded: Loaded) -> DiskTier | None:
         "basis": loaded.basis,
         "cost": _cost(loaded.facts),
         # No more than the prefix cache may hold: it is the same memory as a rule.
-        "most_queued_bytes": loaded.prefix_bytes,
+        "most_queued_bytes": loaded.shares.prefix,
     }
     if several:
         return GroupTier(model=LayersAlone(model.front, model.dtype), members=model.members, **fields)

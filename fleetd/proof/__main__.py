@@ -168,7 +168,7 @@ def _memory(worker: LocalWorker) -> MemoryProof:
 
     reading, facts = HardwareProbe().settle(), worker.facts
     # What the load had before it divided it.
-    usable = facts.shape.weights_bytes + WORKING_BYTES + facts.kv_budget_bytes + worker.loaded.prefix_bytes
+    usable = facts.shape.weights_bytes + WORKING_BYTES + facts.kv_budget_bytes + worker.loaded.shares.prefix
     return MemoryProof(
         total_bytes=reading.memory_bytes,
         available_bytes=reading.available_bytes,

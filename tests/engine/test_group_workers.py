@@ -14,7 +14,7 @@ from asking import folder_of
 from msgspec.structs import replace
 from request_events import RequestEvents
 from sharing import LAYERS, prompt, workers, write
-from worker_groups import LABEL, answered, group
+from worker_groups import LABEL, TOKENS, answered, group
 
 from fleetd import limits
 from fleetd.cache.block_store import BlockStore
@@ -22,7 +22,7 @@ from fleetd.cache.settings import DiskCacheSettings
 from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.protocol import Delta
 from fleetd.engine.sampling.parameters import Sampling
-from fleetd.errors import FleetError, GroupLost
+from fleetd.errors import FleetError, GroupLost, OutOfMemory
 from fleetd.models import digest as digests
 
 pytestmark = pytest.mark.one_loop
@@ -46,6 +46,15 @@ async def test_a_group_of_workers_answers_as_the_whole_model(model: Path, cuts: 
             check_stages(told.finished.stages, cuts)
         several = await asyncio.gather(*(answered(front, request) for request in requests))
         assert [told.numbers for told in several] == expected
+
+
+async def test_a_prompt_for_which_the_other_machines_have_no_room_is_refused(tmp_path: Path) -> None:
+    """Windows take little here, and other machines promised rows for so many tokens."""
+    async with group(write(tmp_path / "windows", "gemma3_text"), 2) as (front, *_):
+        told = await answered(front, prompt("long", 3 * TOKENS // 4, shared=False, max_tokens=1))
+        assert isinstance(told.error, OutOfMemory)
+        assert f"room for {3 * TOKENS // 4}" in told.error.message
+        assert (await answered(front, prompt("fits", 300, shared=False, max_tokens=9))).error is None
 
 
 def check_stages(stages: Sequence[GroupStage], cuts: tuple[int, ...]) -> None:

@@ -190,7 +190,7 @@ def test_the_second_load_only_reads_and_warms_up(
     assert msgspec.structs.replace(again.facts, **changing) == msgspec.structs.replace(
         first.facts, **changing
     )
-    assert again.facts.prefix_budget_bytes == again.prefix_bytes > 0
+    assert again.facts.prefix_budget_bytes == again.shares.prefix > 0
     assert again.together == first.together
     assert (again.sparse is None) == (first.sparse is None)
 

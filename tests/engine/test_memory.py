@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fleetd.control.daemon_status import MemoryBudget
 from fleetd.control.model_facts import StateSizes
 from fleetd.engine.load.loading import MemoryShares
-from fleetd.engine.measure.memory import KvBudget, admit_weights, human
+from fleetd.engine.measure.memory import KvBudget, RowBound, admit_weights, human
 from fleetd.engine.settings import GroupMember, WorkerSettings
 from fleetd.errors import OutOfMemory
 from fleetd.limits import GIB, MIB
@@ -139,6 +139,22 @@ def test_room_is_set_aside_for_the_numbers_of_one_layer() -> None:
     assert packed.prefix == plain.prefix
     tokens = sizes.fitting(packed.sequences)
     assert plain.sequences - 200 < tokens * (80 + 20) <= plain.sequences
+
+
+def test_requests_are_bounded_by_the_rows_that_other_machines_have_whatever_they_take_here() -> None:
+    budget = KvBudget(1 << 40, StateSizes(0, window_bytes=1, window=4), rows=RowBound(100, spare=10))
+    assert budget.capacity_tokens == 90
+    budget.check_alone(90)
+    with pytest.raises(OutOfMemory, match=r"91 tokens are too long: .* room for 90"):
+        budget.check_alone(91)
+    assert budget.take_memory("a", 20)
+    # A batch is as long as its longest sequence.
+    assert not budget.take_memory("b", 41)
+    assert budget.take_memory("b", 40)
+    assert not budget.take_memory("a", 41)
+    assert not budget.take_memory("c", 1)
+    budget.give_back("b")
+    assert budget.take_memory("a", 90)
 
 
 def test_new_requests_wait_for_what_other_workers_hold_and_none_waits_alone() -> None:

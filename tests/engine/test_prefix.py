@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from fleetd.engine.measure.memory import RowBound
 from fleetd.engine.prefixes.prefix_cache import PrefixCache
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -91,6 +92,19 @@ def test_bounded_by_bytes_and_entries_least_recently_used_first() -> None:
     assert (len(cache), cache.nbytes) == (1, one)
     cache.trim(0)
     assert (len(cache), cache.nbytes) == (0, 0)
+
+
+def test_bounded_by_the_rows_that_other_machines_have() -> None:
+    cache = PrefixCache(1 << 40, rows=RowBound(12, spare=2))
+    for first in (1, 2, 3, 4):
+        cache.store([first, 0], kv([first, 0]))
+        cache.validate()
+    assert [cache.fetch([n, 0, 0]).tokens for n in (1, 2, 3, 4)] == [0, 2, 2, 2]
+    cache.store([5] * 10, kv([5] * 10))
+    assert (len(cache), cache.fetch([5] * 11).tokens) == (1, 10)
+    cache.store([6] * 11, kv([6] * 11))
+    cache.validate()
+    assert (len(cache), cache.fetch([5] * 11).tokens) == (1, 10)
 
 
 def test_too_big_for_the_cache_is_not_stored() -> None:

@@ -31,7 +31,7 @@ class TellingPipe(MemoryPipe):
         return super().receive()
 
 
-def ranks_of(whole: Any, others: int) -> tuple[RankModel, list[Mirror]]:
+def ranks_of(whole: Any, others: int, most_bytes: int = MOST_BYTES) -> tuple[RankModel, list[Mirror]]:
     """A model of which each of 1 + ``others`` machines computes every pass; what the others keep."""
     ring, events = mx.distributed.init(), Events()
     model = RankModel(Stage.of(whole), ring, PassProgress.alone())
@@ -50,7 +50,7 @@ def ranks_of(whole: Any, others: int) -> tuple[RankModel, list[Mirror]]:
             return end
 
         remote.append(RemoteRank(telling, model.kept, f"machine {number}"))
-        mirrors.append(Mirror(Stage.of(whole), ring, PassProgress.alone(), MOST_BYTES, told))
+        mirrors.append(Mirror(Stage.of(whole), ring, PassProgress.alone(), most_bytes, told))
         ends[0].mirror = mirrors[-1]
     model.join(remote)
     return model, mirrors

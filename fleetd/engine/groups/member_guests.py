@@ -10,6 +10,7 @@ import mlx.core as mx
 from fleetd import limits
 from fleetd.engine.groups.member_disk import PartDisk
 from fleetd.engine.groups.member_stage import MemberStage
+from fleetd.engine.groups.promised_rows import promised_bytes
 from fleetd.engine.guests import Guests, GuestTask
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.prefixes.disk_tier import DiskTier
@@ -48,7 +49,8 @@ class MemberGuests(Guests[ServeStage, MemberStage]):
             raise Overloaded(f"This machine is in {limits.GROUPS} groups already.")
         layers = command.last - command.first
         held = stage.last - stage.first
-        self.budget.lend(command.id, self.budget.sizes.of(command.tokens) * layers // held)
+        n_bytes = promised_bytes(command.tokens, self.budget.sizes)
+        self.budget.lend(command.id, n_bytes * layers // held)
         return _Task(command), Accepted(command.id, command.tokens)
 
     @property

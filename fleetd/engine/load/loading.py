@@ -22,6 +22,8 @@ from fleetd.engine.cpu import products
 from fleetd.engine.failures import over_files
 from fleetd.engine.grammar.grammars import Grammars
 from fleetd.engine.groups.group_model import GroupModel
+from fleetd.engine.groups.promised_rows import divided
+from fleetd.engine.groups.remote_rows import KeptThere
 from fleetd.engine.groups.sparse_rows import sparse_of
 from fleetd.engine.groups.taps_price import TapsPrice
 from fleetd.engine.heads.assistant import Assistant
@@ -40,6 +42,7 @@ from fleetd.engine.load.model_reading import (
     verified_config,
 )
 from fleetd.engine.measure.calibrate import Measurement, calibrate
+from fleetd.engine.measure.memory import NO_BOUND, RowBound
 from fleetd.engine.protocol import Arithmetic, Loading, Ready, ScoringState
 from fleetd.engine.ranks.rank_model import RankModel
 from fleetd.engine.sampling.parameters import SamplingDefaults
@@ -74,11 +77,16 @@ _ENTRY = struct.Struct("<iI")
 
 
 class MemoryShares(msgspec.Struct, frozen=True):
-    """How a worker divides its memory, in bytes: the weights, the prefix cache, and what sequences take."""
+    """How a worker divides its memory, in bytes: the weights, the prefix cache, and what sequences take.
+
+    ``rows``, ``prefix_rows``: how it divides what other machines of a group have promised.
+    """
 
     weights: int
     prefix: int
     sequences: int
+    rows: RowBound = NO_BOUND
+    prefix_rows: RowBound = NO_BOUND
 
     @classmethod
     def of(
@@ -88,20 +96,26 @@ class MemoryShares(msgspec.Struct, frozen=True):
         room: MemoryBudget,
         settings: WorkerSettings,
         unpacking_bytes: int = 0,
+        *,
+        running: bool = False,
     ) -> MemoryShares:
         """``sizes``: of a sequence. ``unpacking_bytes``: what each of its tokens takes besides, for a
-        while."""
+        while. ``running``: layers have running states, on this machine or on others of a group."""
         left = max(0, room.usable_bytes - weights - WORKING_BYTES)
         if settings.group:
-            # Other machines have room for the rows of so many tokens. What a sequence keeps besides is this
-            # machine's own: for all that run, and as often in kept prompts.
-            tokens, sequences = settings.group_tokens, 2 * settings.max_streams
-            left = min(left, tokens * sizes.token_bytes + sequences * sizes.whole(tokens))
+            # More rows than other machines have room for are of no use. Running states are this machine's
+            # own: for all that run, and as often in kept prompts.
+            states = 2 * settings.max_streams * sizes.state_bytes
+            left = min(left, settings.group_tokens * sizes.row_bytes + states)
         # However much the owner gives to old prompts, new ones get the part that old ones have otherwise.
         most = left - int(left * limits.PREFIX_SHARE)
         prefix = min(settings.prefix_cache_bytes, most) or int(left * limits.PREFIX_SHARE)
         rows = max(1, sizes.token_bytes)
-        return cls(weights, prefix, (left - prefix) * rows // (rows + unpacking_bytes))
+        sequences = (left - prefix) * rows // (rows + unpacking_bytes)
+        if not settings.group:
+            return cls(weights, prefix, sequences)
+        kept = settings.group_tokens * prefix // max(1, left)
+        return cls(weights, prefix, sequences, *divided(settings.group_tokens, kept, running=running))
 
 
 class _FoundOut(msgspec.Struct, frozen=True):
@@ -122,7 +136,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     model: Any
     tokenizer: Any
     facts: Ready
-    prefix_bytes: int
+    shares: MemoryShares
     defaults: SamplingDefaults
     # Whether several answers can be decoded in one batch.
     together: bool
@@ -186,13 +200,20 @@ def load(
     verdict = _verdict(read, settings, key.model, found.findings.measured.speed.decode_tok_s, report)
     head, head_text = _head(read, verdict, always=settings.speculation == "on")
     keep_weights(device, settings)
-    shares = MemoryShares.of(read.weights_bytes, read.sizes, room, settings, read.held.unpacking_bytes)
+    shares = MemoryShares.of(
+        read.weights_bytes,
+        read.sizes,
+        room,
+        settings,
+        read.held.unpacking_bytes,
+        running=KeptThere.of(make_prompt_cache(read.model)).running,
+    )
     search = _profile_search(read, settings, key.model.digest)
     return Loaded(
         model=read.model,
         tokenizer=read.tokenizer,
         facts=_ready(read, found, verdict, shares, search, head_text, load_s=time.monotonic() - begun),
-        prefix_bytes=shares.prefix,
+        shares=shares,
         defaults=_defaults(Path(settings.path)),
         together=found.findings.together,
         verdict=verdict,

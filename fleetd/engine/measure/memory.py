@@ -37,6 +37,26 @@ def admit_weights(name: str, weights_bytes: int, room: MemoryBudget) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RowBound:
+    """How many rows sequences may have together. Each counts as ``spare`` more than it has tokens."""
+
+    most: int
+    spare: int
+
+    def fits(self, tokens: int, sequences: int = 1) -> bool:
+        """True if so many ``sequences``, of ``tokens`` in all, do."""
+        return tokens + sequences * self.spare <= self.most
+
+    @property
+    def alone(self) -> int:
+        """The most tokens of one sequence."""
+        return self.most - self.spare
+
+
+NO_BOUND = RowBound(1 << 62, 0)
+
+
 @dataclass(slots=True)
 class KvBudget:
     """Bytes promised to running requests. A batch is padded to its longest member, so the price of a
@@ -47,6 +67,8 @@ class KvBudget:
     to the end of the budget, and one that finds nothing running may have all of it, for it would wait for
     ever; others wait until what is left fits them.
 
+    ``rows``: bounds what requests have on other machines of a group, whatever they take here.
+
     ``on_change`` hears of what is promised in all, in bytes, before any of it is used.
     """
 
@@ -54,6 +76,7 @@ class KvBudget:
     sizes: StateSizes
     on_change: Callable[[int], None] = lambda used_bytes: None
     taken_elsewhere_bytes: int = 0
+    rows: RowBound = NO_BOUND
     _tokens: dict[str, int] = field(default_factory=dict)
     _lent: dict[str, int] = field(default_factory=dict)
 
@@ -95,16 +118,20 @@ class KvBudget:
         """Promise ``tokens`` to a request, new or growing. False, and nothing changes, if they do not fit."""
         waits = request not in self._tokens and (self._tokens or self._lent)
         most = self.budget_bytes - (self.taken_elsewhere_bytes if waits else 0)
-        if self.price(request, tokens) > most:
+        if self.price(request, tokens) > most or not self._rows_fit(request, tokens):
             return False
         self._tokens[request] = tokens
         self.on_change(self.used_bytes)
         return True
 
+    def _rows_fit(self, request: str, tokens: int) -> bool:
+        held = {**self._tokens, request: tokens}
+        return self.rows.fits(len(held) * max(held.values()), len(held))
+
     @property
     def capacity_tokens(self) -> int:
         """Tokens one request can have when nothing else runs."""
-        return self.sizes.fitting(self.budget_bytes)
+        return min(self.sizes.fitting(self.budget_bytes), self.rows.alone)
 
     def check_alone(self, tokens: int) -> None:
         """Raises OutOfMemory if a request would not fit even with nothing else running."""
@@ -115,6 +142,12 @@ class KvBudget:
                 f"this model has {human(self.budget_bytes)} for it "
                 f"({self.capacity_tokens} tokens).",
                 hint="Shorten the prompt, lower max_tokens, or raise engine.max_memory_bytes.",
+            )
+        if not self.rows.fits(tokens):
+            raise OutOfMemory(
+                f"A prompt and answer of {tokens} tokens are too long: the machines that have this model "
+                f"together have room for {self.capacity_tokens}.",
+                hint="Shorten the prompt, lower max_tokens, or name machines with more memory (--on).",
             )
 
     def exhausted(self, tokens: int) -> OutOfMemory:
@@ -137,6 +170,8 @@ class KvBudget:
         require(set(self._tokens) == set(running), f"{set(self._tokens)} hold memory, {running} run")
         require(set(self._lent) <= set(guests), f"{set(self._lent)} are lent memory, {guests} are here")
         require(self.used_bytes <= self.budget_bytes, f"{self.used_bytes} bytes are promised")
+        count, longest = len(self._tokens), max(self._tokens.values(), default=0)
+        require(self.rows.fits(count * longest, count), f"{count} of {longest} tokens, of {self.rows}")
 
     @property
     def used_bytes(self) -> int:

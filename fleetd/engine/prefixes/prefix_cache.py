@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from fleetd import limits
 from fleetd.engine.failures import require
+from fleetd.engine.measure.memory import NO_BOUND, RowBound
 from fleetd.engine.sequence_state import checkpoints, rollback
 from fleetd.engine.sequence_state.kinds import kind_of
 
@@ -83,11 +84,14 @@ class _PrefixEntry(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class PrefixCache:
-    """Bounded by bytes and by entries; least recently used goes first."""
+    """Bounded by bytes, by entries, and by ``rows``, which bounds what entries have on other machines of a
+    group; least recently used goes first."""
 
     max_bytes: int
     max_entries: int = 64
+    rows: RowBound = NO_BOUND
     nbytes: int = field(default=0, init=False)
+    _tokens: int = field(default=0, init=False)
     # By a running number, least recently used first.
     _entries: OrderedDict[int, _PrefixEntry] = field(default_factory=OrderedDict, init=False)
     _next: int = field(default=0, init=False)
@@ -144,6 +148,8 @@ class PrefixCache:
         size = sum(int(layer.nbytes) for layer in cache)
         if not tokens or size > self.max_bytes or not origins.isdisjoint(self._forgotten):
             return
+        if not self.rows.fits(len(tokens)):
+            return
         states = states or {}
         extra = sum(checkpoints.nbytes(state) for state in states.values())
         if size + extra > self.max_bytes:
@@ -169,7 +175,8 @@ class PrefixCache:
         self._entries[self._next] = new
         self._next += 1
         self.nbytes += size
-        while len(self._entries) > self.max_entries:
+        self._tokens += len(tokens)
+        while len(self._entries) > self.max_entries or not self._rows_fit:
             self._drop(next(iter(self._entries)))
         self.trim(self.max_bytes)
 
@@ -185,13 +192,20 @@ class PrefixCache:
             self._drop(key)
 
     def _drop(self, key: int) -> None:
-        self.nbytes -= self._entries.pop(key).nbytes
+        entry = self._entries.pop(key)
+        self.nbytes -= entry.nbytes
+        self._tokens -= len(entry.tokens)
+
+    @property
+    def _rows_fit(self) -> bool:
+        return self.rows.fits(self._tokens, len(self._entries))
 
     def validate(self) -> None:
         """Check the bounds and the count of bytes."""
         require(self.nbytes == sum(entry.nbytes for entry in self._entries.values()), "bytes are miscounted")
         require(self.nbytes <= self.max_bytes, f"{self.nbytes} of {self.max_bytes} bytes are kept")
         require(len(self._entries) <= self.max_entries, f"{len(self._entries)} entries are kept")
+        require(self._rows_fit, f"{len(self._entries)} entries of {self._tokens} tokens are kept")
 
     def __len__(self) -> int:
         return len(self._entries)

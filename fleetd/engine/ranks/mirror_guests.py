@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from fleetd.engine.groups.promised_rows import promised_bytes
 from fleetd.engine.guests import Guests, GuestTask
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.measure.pass_progress import PassProgress
@@ -32,7 +33,7 @@ class MirrorGuests(Guests[ServeStage, Mirror]):
             raise InvalidValue(f"A rank has a part of all {self.stage.total} layers.")
         if len(self):
             raise InvalidValue("This process is a rank of one group, which it serves already.")
-        self.budget.lend(command.id, self.budget.sizes.of(command.tokens))
+        self.budget.lend(command.id, promised_bytes(command.tokens, self.budget.sizes))
         return _Task(command), Accepted(command.id, command.tokens)
 
     def stream_names(self, command: ServeStage) -> Iterable[str]:
