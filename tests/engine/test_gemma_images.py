@@ -93,15 +93,15 @@ def shown(seer: Seer, images: int, name: str = "a") -> PreparedPrompt:
 def rows_of(seer: Seer, prepared: PreparedPrompt) -> PromptRows:
     stage, images = Stage.of(seer.model), prepared.images
     assert images is not None
-    return PromptRows(stage, partial(images.embedded, stage.embed), images.blocks)
+    return PromptRows(stage, partial(images.embedded, stage.embed), images.blocks, images.read_on)
 
 
 def read(seer: Seer, prepared: PreparedPrompt, chunk: int, **begun: Any) -> mx.array:
     """The logits (V,) behind a prompt that is read in chunks."""
     cache = begun.pop("cache", None) or make_prompt_cache(seer.model)
     prefiller = Prefiller(seer.model, prepared.tokens, cache, rows=rows_of(seer, prepared), **begun)
-    while prefiller.step(chunk):
-        pass
+    while prefiller.remaining:
+        prefiller.step(chunk)
     logits: mx.array = seer.model(mx.array([prepared.tokens[-1:]]), cache=cache)[0, -1]
     return logits
 
@@ -233,7 +233,8 @@ def test_states_are_kept_at_images_borders_and_not_inside(seer: Seer) -> None:
     cache = make_prompt_cache(seer.model)
     borders = (first + 3, first + 9, end)
     prefiller = Prefiller(seer.model, prepared.tokens, cache, rows=rows, state_bytes=1 << 30, borders=borders)
-    while prefiller.step(32):
+    while prefiller.remaining:
+        prefiller.step(32)
         assert not first < prefiller.done < end
     assert not [at for at in prefiller.states if first < at < end]
     assert first in prefiller.states

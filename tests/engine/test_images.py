@@ -28,7 +28,17 @@ from fleetd.engine.loop.sequence import new_sequence
 from fleetd.engine.measure.chunk_size import FixedChunks
 from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.prompt.prompt_encoding import PreparedPrompt, prepare
-from fleetd.engine.protocol import IMAGES, ChatPrompt, Finished, Generate, Keep
+from fleetd.engine.protocol import (
+    IMAGES,
+    Accepted,
+    ChatPrompt,
+    Delta,
+    Finished,
+    Generate,
+    Keep,
+    Sampling,
+    TextPrompt,
+)
 from fleetd.engine.vision import image_file
 from fleetd.engine.vision.image_file import read_image
 from fleetd.engine.vision.pixtral import Mistral3Reader
@@ -289,10 +299,30 @@ def test_an_image_in_the_prefix_cache_is_not_looked_at_again(
     run = seer.scheduler()
     run.scheduler.tell(seer.prepared("one", asked(seeing_model.picture(1))))
     run.finish()
-    monkeypatch.setattr(Mistral3Reader, "__call__", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(Mistral3Reader, "reading", lambda *_: pytest.fail("it was read"))
     run.scheduler.tell(seer.prepared("two", asked(seeing_model.picture(1))))
     run.finish()
     assert run.text("two") == run.text("one")
+
+
+def test_others_have_their_turns_while_an_image_is_read(seer: Seer) -> None:
+    """A layer of the encoder is a turn."""
+    run = seer.scheduler(chunks=FixedChunks(512, 512))
+    text = Generate("text", TextPrompt("Tell me"), Sampling(temperature=0.0), max_tokens=64, ignore_eos=True)
+    run.scheduler.tell(prepare(text, seer.tokenizer, VOCAB))
+    while not run.of("text", Delta):
+        run.turn()
+    run.scheduler.tell(seer.prepared("image", asked(seeing_model.picture(1))))
+    while not run.of("image", Accepted):
+        run.turn()
+    before = sum(delta.tokens for delta in run.of("text", Delta))
+    turns = 0
+    while not run.of("image", Delta):
+        run.turn()
+        turns += 1
+    # A turn for each layer, one for the projection, one for the prompt's chunk, and one for the first token.
+    assert turns >= seeing_model.LAYERS + 2
+    assert sum(delta.tokens for delta in run.of("text", Delta)) - before >= seeing_model.LAYERS
 
 
 def test_two_answers_beside_each_other_see_their_own_images(seer: Seer) -> None:

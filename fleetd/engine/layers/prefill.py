@@ -38,11 +38,14 @@ class PromptRows:
 
     ``blocks``: [first, end) of tokens that see each other both ways, ascending. One is computed as a chunk,
     however long chunks are.
+
+    ``read_on``: does a step of work for the rows of tokens [first, end); False once they are all there.
     """
 
     stage: Stage
     embedded: Callable[[mx.array, int], mx.array | None]
     blocks: Sequence[tuple[int, int]] = ()
+    read_on: Callable[[int, int], bool] = lambda first, end: False
 
     def block(self, at: int) -> tuple[int, int] | None:
         """The first block that ends behind place ``at``."""
@@ -114,11 +117,11 @@ class Prefiller:
         return len(self.tokens) - 1 - self.done
 
     def step(self, chunk_tokens: int) -> int:
-        """Compute at most ``chunk_tokens`` more; returns how many."""
+        """Compute at most ``chunk_tokens`` more, none while their rows are not there; returns how many."""
         if self.score is not None:
             chunk_tokens = min(chunk_tokens, SCORED_TOKENS)
         n = self._next(chunk_tokens)
-        if n <= 0:
+        if n <= 0 or (self.rows is not None and self.rows.read_on(self.done, self.done + n)):
             return 0
         chunk = mx.array(self.tokens[self.done : self.done + n])[None]  # (1, n)
         given = None if self.rows is None else self.rows.embedded(chunk, self.done)

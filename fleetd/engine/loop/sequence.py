@@ -273,7 +273,7 @@ class ScheduledSequence:
         if images is None:
             return None
         stage = Stage.of(model)
-        return PromptRows(stage, partial(images.embedded, stage.embed), images.blocks)
+        return PromptRows(stage, partial(images.embedded, stage.embed), images.blocks, images.read_on)
 
     def sparse_in(self, prefix: PrefixCache) -> int:
         """Tokens in memory of a prompt that leaves out the same ones, if those of dense prompts are fewer."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,6 +89,17 @@ class ImageReader(nn.Module):  # type: ignore[misc]
         """An (H, W, 3) image as it is read. Computes on the CPU, in any thread."""
         raise NotImplementedError
 
-    def __call__(self, patches: ImagePatches) -> mx.array:
-        """The image's rows, (``patches.rows``, D of the text model)."""
+    def reading(self, patches: ImagePatches) -> Generator[None, None, mx.array]:
+        """Read an image a layer at a time; what the generator returns are its rows, (``patches.rows``, D of
+        the text model). An image takes a CPU up to minutes, and others have their turns meanwhile."""
         raise NotImplementedError
+
+    def __call__(self, patches: ImagePatches) -> mx.array:
+        """``reading`` to its end."""
+        reading = self.reading(patches)
+        while True:
+            try:
+                next(reading)
+            except StopIteration as ended:
+                rows: mx.array = ended.value
+                return rows

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +119,17 @@ class PixtralEncoder(nn.Module):  # type: ignore[misc]
         self.ln_pre = nn.RMSNorm(config.hidden_size, eps=1e-5)
         self.transformer = _PixtralLayers(config)
 
-    def __call__(self, pixels: mx.array) -> mx.array:
-        """(H, W, 3), both sides whole patches → (H / patch, W / patch, W of the encoder)."""
+    def reading(self, pixels: mx.array) -> Generator[None, None, mx.array]:
+        """(H, W, 3), both sides whole patches → (H / patch, W / patch, W of the encoder); by layers."""
         found = self.patch_conv(pixels[None].astype(self.patch_conv.weight.dtype))
         _, rows, columns, width = found.shape
         x = self.ln_pre(found.reshape(1, rows * columns, width))
         turns = self._turns(rows, columns, x.dtype)
         for layer in self.transformer.layers:
             x = layer(x, turns)
-            # A layer at a time: what attention takes is not held for all of them.
+            # What attention takes is not held for all of them, and others have their turns meanwhile.
             mx.eval(x)
+            yield
         return x.reshape(rows, columns, width)  # type: ignore[no-any-return]
 
     def _turns(self, rows: int, columns: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
@@ -210,8 +211,9 @@ class Mistral3Reader(ImageReader):
         rows, columns = height // multiple, width // multiple
         return ImagePatches(self.settings.pixels(image, height, width), rows * columns, shown(rows, columns))
 
-    def __call__(self, patches: ImagePatches) -> mx.array:
-        found: mx.array = self.multi_modal_projector(self.vision_tower(mx.array(patches.pixels)))
+    def reading(self, patches: ImagePatches) -> Generator[None, None, mx.array]:
+        seen = yield from self.vision_tower.reading(mx.array(patches.pixels))
+        found: mx.array = self.multi_modal_projector(seen)
         return found
 
 

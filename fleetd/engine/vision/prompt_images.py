@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,8 @@ class PromptImages:
     places: list[int] = field(default_factory=list)
     # Rows of images that were read, by the image; let go once a prefill is behind them.
     _rows: dict[int, mx.array] = field(default_factory=dict)
+    # Those that are being read.
+    _readings: dict[int, Generator[None, None, mx.array]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -151,7 +153,7 @@ class PromptImages:
         self, embed: Callable[[mx.array], mx.array], tokens: mx.array, first: int
     ) -> mx.array | None:
         """What ``embed`` gives (1, n, D) for a chunk's tokens (1, n), the prompt's from ``first`` on, with
-        rows of images in their places; None if the chunk has none. Runs in the compute thread."""
+        rows of images, which are read, in their places; None if the chunk has none."""
         end = first + tokens.shape[1]
         begins = 0
         chunk: mx.array | None = None
@@ -161,19 +163,31 @@ class PromptImages:
             inside = [row for row, place in enumerate(places) if first <= place < end]
             if inside:
                 chunk = embed(tokens) if chunk is None else chunk
-                rows = self._read(image)[inside[0] : inside[-1] + 1].astype(chunk.dtype)
+                rows = self._rows[image][inside[0] : inside[-1] + 1].astype(chunk.dtype)
                 at = mx.array([places[row] - first for row in inside])
                 chunk[:, at] = rows[None]
             if not places or places[-1] < end:
                 self._rows.pop(image, None)
         return chunk
 
-    def _read(self, image: int) -> mx.array:
-        if image not in self._rows:
-            rows = self.reader(self.patches[image])
-            mx.eval(rows)
-            self._rows[image] = rows
-        return self._rows[image]
+    def read_on(self, first: int, end: int) -> bool:
+        """Read a layer's worth of the first image that the prompt's tokens [first, end) need and that is not
+        read yet. False if there is none."""
+        begins = 0
+        for image, patches in enumerate(self.patches):
+            places = self.places[begins : begins + patches.rows]
+            begins += patches.rows
+            if image in self._rows or not places or places[0] >= end or places[-1] < first:
+                continue
+            reading = self._readings.setdefault(image, self.reader.reading(patches))
+            try:
+                next(reading)
+            except StopIteration as ended:
+                mx.eval(ended.value)
+                self._rows[image] = ended.value
+                del self._readings[image]
+            return True
+        return False
 
 
 def _images(message: Message, where: str) -> ImageList:

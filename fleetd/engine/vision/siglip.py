@@ -10,7 +10,7 @@ their names for the weights. In shapes L is the number of patches, W the encoder
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +118,14 @@ class SiglipEncoder(nn.Module):  # type: ignore[misc]
         self.encoder = _SiglipLayers(config)
         self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def __call__(self, pixels: mx.array) -> mx.array:
-        """(H, W, 3), of the size that the config says → (L, W of the encoder)."""
+    def reading(self, pixels: mx.array) -> Generator[None, None, mx.array]:
+        """(H, W, 3), of the size that the config says → (L, W of the encoder), a layer at a time."""
         x = self.embeddings(pixels)
         for layer in self.encoder.layers:
             x = layer(x)
-            # A layer at a time: what attention takes is not held for all of them.
+            # What attention takes is not held for all of them, and others have their turns meanwhile.
             mx.eval(x)
+            yield
         return self.post_layernorm(x)[0]  # type: ignore[no-any-return]
 
 
@@ -179,8 +180,9 @@ class Gemma3Reader(ImageReader):
     def patches(self, image: np.ndarray[Any, np.dtype[np.uint8]]) -> ImagePatches:
         return ImagePatches(self.settings.pixels(image, self.size, self.size), self.rows, self.text)
 
-    def __call__(self, patches: ImagePatches) -> mx.array:
-        found: mx.array = self.multi_modal_projector(self.vision_tower(mx.array(patches.pixels)))
+    def reading(self, patches: ImagePatches) -> Generator[None, None, mx.array]:
+        seen = yield from self.vision_tower.reading(mx.array(patches.pixels))
+        found: mx.array = self.multi_modal_projector(seen)
         return found
 
 
