@@ -191,9 +191,9 @@ def test_chunks_are_computed_behind_rows_that_nobody_computed(
 ) -> None:
     read, before = prefill.read, list[int]()
 
-    def noted(model: Any, tokens: Any, cache: list[Any], room: int, embeddings: Any = None) -> None:
+    def noted(model: Any, tokens: Any, cache: list[Any], room: int) -> None:
         before.append(cache[0].offset)
-        read(model, tokens, cache, room, embeddings)
+        read(model, tokens, cache, room)
 
     monkeypatch.setattr(prefill, "read", noted)
     found = timed(tiny("llama"), 64, PacedChunks(), start=start, count=2, chunk=32, clock=ticking())
