@@ -71,7 +71,7 @@ from fleetd.requests.remote.message_codec import ALIVE
 HOME, HELPERS = "home", ("helper0", "helper1")
 CHUNK, PREFILL_CHUNKS = 64, 3
 # Silence that ends a group, here and in the workers; within what time the loss of a member is to be known.
-SILENT_S, BEAT_S, NOTICED_S = 1.0, 0.1, 3.0
+SILENT_S, BEAT_S, NOTICED_S = 2.5, 0.1, 3.0
 # By which everything may come later: all machines of a test are two cores, on which other tests compute too.
 BUSY_S = 30.0
 # A worker of this machine that stands still is ended after this.
