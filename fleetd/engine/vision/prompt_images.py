@@ -10,10 +10,9 @@ placeholder. What stands in its place in the text has one token for each row.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import re
 import secrets
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,14 +126,19 @@ class PromptImages:
         """A number for each token: for a row one that its image's content decides, 62 bits of a hash. Two
         prompts whose numbers begin alike have the same keys and values there."""
         found = list(tokens)
-        at = 0
-        for patches, digest in zip(self.patches, self.digests, strict=True):
-            stream = hashlib.shake_128(digest).digest(8 * patches.rows)
+        for image, places in enumerate(self._by_image()):
+            stream = hashlib.shake_128(self.digests[image]).digest(8 * len(places))
             numbers = np.frombuffer(stream, dtype="<u8") % _ABOVE + _ABOVE
-            for place, number in zip(self.places[at : at + patches.rows], numbers.tolist(), strict=True):
+            for place, number in zip(places, numbers.tolist(), strict=True):
                 found[place] = number
-            at += patches.rows
         return found
+
+    def _by_image(self) -> Iterator[list[int]]:
+        """The places of each image's rows."""
+        end = 0
+        for each in self.patches:
+            first, end = end, end + each.rows
+            yield self.places[first:end]
 
     # ---- prefill ---------------------------------------------------------------------------------------
 
@@ -143,11 +147,7 @@ class PromptImages:
         """[first, end) of the prompt's tokens that see each other both ways, ascending."""
         if not self.reader.both_ways:
             return []
-        ends = itertools.accumulate(each.rows for each in self.patches)
-        return [
-            (self.places[end - each.rows], self.places[end - 1] + 1)
-            for each, end in zip(self.patches, ends, strict=True)
-        ]
+        return [(places[0], places[-1] + 1) for places in self._by_image()]
 
     def embedded(
         self, embed: Callable[[mx.array], mx.array], tokens: mx.array, first: int
@@ -155,31 +155,25 @@ class PromptImages:
         """What ``embed`` gives (1, n, D) for a chunk's tokens (1, n), the prompt's from ``first`` on, with
         rows of images, which are read, in their places; None if the chunk has none."""
         end = first + tokens.shape[1]
-        begins = 0
         chunk: mx.array | None = None
-        for image, patches in enumerate(self.patches):
-            places = self.places[begins : begins + patches.rows]
-            begins += patches.rows
+        for image, places in enumerate(self._by_image()):
             inside = [row for row, place in enumerate(places) if first <= place < end]
             if inside:
                 chunk = embed(tokens) if chunk is None else chunk
                 rows = self._rows[image][inside[0] : inside[-1] + 1].astype(chunk.dtype)
                 at = mx.array([places[row] - first for row in inside])
                 chunk[:, at] = rows[None]
-            if not places or places[-1] < end:
+            if places[-1] < end:
                 self._rows.pop(image, None)
         return chunk
 
     def read_on(self, first: int, end: int) -> bool:
         """Read a layer's worth of the first image that the prompt's tokens [first, end) need and that is not
         read yet. False if there is none."""
-        begins = 0
-        for image, patches in enumerate(self.patches):
-            places = self.places[begins : begins + patches.rows]
-            begins += patches.rows
-            if image in self._rows or not places or places[0] >= end or places[-1] < first:
+        for image, places in enumerate(self._by_image()):
+            if image in self._rows or places[0] >= end or places[-1] < first:
                 continue
-            reading = self._readings.setdefault(image, self.reader.reading(patches))
+            reading = self._readings.setdefault(image, self.reader.reading(self.patches[image]))
             try:
                 next(reading)
             except StopIteration as ended:
