@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,15 @@ def no_images(model: str, where: str, why: str = "") -> UnsupportedParameter:
 def has_encoder(folder: Path) -> bool:
     """True if a folder's weights have an image encoder: conversions for text alone leave it out. Blocks."""
     try:
-        return any(
-            name.removeprefix("model.").startswith(ENCODER)
-            for file in weight_files(folder)
-            for name in read_header(file)
-        )
+        states = ((file, file.stat().st_mtime_ns, file.stat().st_size) for file in weight_files(folder))
+        return _encoder_in(tuple(states))
     except (ModelCorrupt, OSError):
         return False
+
+
+@lru_cache(maxsize=64)
+def _encoder_in(states: tuple[tuple[Path, int, int], ...]) -> bool:
+    """The same of files with their times and sizes, by which it is kept: models are listed often."""
+    return any(
+        name.removeprefix("model.").startswith(ENCODER) for file, _, _ in states for name in read_header(file)
+    )
