@@ -24,6 +24,7 @@ from collections.abc import Callable
 from fleetd import limits
 from fleetd.errors import FleetError
 from fleetd.process import local_peers
+from fleetd.process.used_socket import UsedSocket
 from fleetd.sealed.chunks import Role
 from fleetd.sealed.stream import SealedReceiver, SealedSender
 
@@ -41,18 +42,20 @@ class Mouth:
 
     def __init__(self, daemon: int | None = None) -> None:
         self.daemon = os.getpid() if daemon is None else daemon
-        self._listener = socket.create_server((_HERE, 0), backlog=_COMING)
-        self.port: int = self._listener.getsockname()[1]
+        self._listener = UsedSocket(socket.create_server((_HERE, 0), backlog=_COMING))
+        self.port: int = self._listener.sock.getsockname()[1]
 
     def open(self) -> socket.socket:
         """The connection of the first process of fleetd that comes. No other one is let in: its bytes would
         be the rank's. Raises OSError if none comes in time, or once it is closed."""
-        with self._listener:
-            return local_peers.accept(self._listener, self.daemon, limits.RANKS_LOAD_S)
+        try:
+            with self._listener.used() as listener:
+                return local_peers.accept(listener, self.daemon, limits.RANKS_LOAD_S)
+        finally:
+            self._listener.end()
 
     def close(self) -> None:
-        _shut(self._listener)
-        self._listener.close()
+        self._listener.end()
 
 
 class LocalPort:
@@ -97,11 +100,11 @@ class Tunnel:
         *,
         offer: int = 0,
     ) -> None:
-        self._remote, self._local, self._offer = remote, local, offer
+        self._remote, self._local, self._offer = UsedSocket(remote), local, offer
         # The bits that both ends have said; None until they have.
         self.both: int | None = None
         self._said = threading.Event()
-        self._process: socket.socket | None = None
+        self._process: UsedSocket | None = None
         self._sender = SealedSender(remote, key, role)
         self._receiver = SealedReceiver(remote, key, role)
         with contextlib.suppress(OSError):  # not TCP
@@ -125,9 +128,9 @@ class Tunnel:
         self._closed.set()
         self._said.set()
         self._local.close()
-        for sock in (self._remote, self._process):
-            if sock is not None:
-                _shut(sock)
+        for used in (self._remote, self._process):
+            if used is not None:
+                used.end()
 
     def join(self, within_s: float) -> None:
         """Wait for its threads, which ``close`` has told to end."""
@@ -135,27 +138,27 @@ class Tunnel:
             thread.join(within_s)
 
     def _run(self) -> None:
-        with self._remote:
+        # Whoever has closed this before it began has closed the socket, too.
+        with contextlib.suppress(OSError), self._remote.used():
             try:
                 self.both = self._exchanged()
                 self._said.set()
-                process = self._process = self._local.open()
+                process = self._process = UsedSocket(self._local.open())
             except (OSError, FleetError):
                 self.close()
                 return
-            with process:
-                process.settimeout(None)
+            if self._closed.is_set():
+                process.end()
+            with process.used() as sock:
+                sock.settimeout(None)
                 with contextlib.suppress(OSError):  # it was reset, as the first read will say
-                    process.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if self._closed.is_set():
-                    return
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 come = threading.Thread(
-                    target=self._carry, args=(self._come, process), name="tunnel", daemon=True
+                    target=self._carry, args=(self._come, sock), name="tunnel", daemon=True
                 )
                 self._threads.append(come)
                 come.start()
-                self._carry(self._go, process)
-                # Sockets are closed once no thread uses them: their numbers may be those of others then.
+                self._carry(self._go, sock)
                 come.join()
 
     def _exchanged(self) -> int:
@@ -172,7 +175,7 @@ class Tunnel:
 
     def _go(self, process: socket.socket) -> None:
         buffer = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
-        send = self._remote.sendall if self.plain else self._sender.send
+        send = self._remote.sock.sendall if self.plain else self._sender.send
         while count := process.recv_into(buffer):
             send(buffer[:count])
 
@@ -192,12 +195,6 @@ class Tunnel:
         buffer = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
         while True:
             self._receiver.wait()
-            if not (count := self._remote.recv_into(buffer)):
+            if not (count := self._remote.sock.recv_into(buffer)):
                 return
             process.sendall(buffer[:count])
-
-
-def _shut(sock: socket.socket) -> None:
-    """End both directions, so that whatever waits for one of them goes on."""
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)

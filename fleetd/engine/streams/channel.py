@@ -6,7 +6,6 @@ The daemon dials and accepts; the worker that the bytes are for reads and writes
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import msgspec
 from fleetd import limits
 from fleetd.engine.protocol import StreamTag
 from fleetd.errors import EngineDied, ProtocolError
+from fleetd.process.used_socket import UsedSocket
 from fleetd.sealed import handoff
 from fleetd.text.decoding import msgpack_decoder
 
@@ -25,7 +25,7 @@ class SocketSender:
 
     def __init__(self, channel: socket.socket) -> None:
         channel.settimeout(limits.HANDOFF_S)
-        self._channel = channel
+        self._channel = UsedSocket(channel)
         # One message after the other: a thread each, and a message may take more than one write.
         self._turn = threading.Lock()
 
@@ -36,18 +36,16 @@ class SocketSender:
             raise EngineDied(f"A stream could not be handed to the engine ({error}).", retry_after_s=1)
 
     def _give(self, tag: StreamTag, sock: socket.socket) -> OSError | None:
-        with sock, self._turn:
-            try:
-                handoff.send(self._channel, msgspec.msgpack.encode(tag), sock)
-            except OSError as error:
-                return error
+        try:
+            with sock, self._turn, self._channel.used() as channel:
+                handoff.send(channel, msgspec.msgpack.encode(tag), sock)
+        except OSError as error:
+            return error
         return None
 
     def close(self) -> None:
         """Idempotent. A hand-over that is under way fails."""
-        with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)
-        self._channel.close()
+        self._channel.end()
 
 
 def receive_sockets(channel: socket.socket, taken: Callable[[StreamTag, socket.socket], None]) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from fleetd import limits
 from fleetd.engine.streams.frames import HEAD_BYTES, Frame, FrameHeader, Kind, Place
 from fleetd.errors import EngineError, FleetError, ProtocolError
+from fleetd.process.used_socket import UsedSocket
 from fleetd.sealed.chunks import Role
 from fleetd.sealed.stream import SealedReceiver, SealedSender
 
@@ -64,7 +65,7 @@ class SocketPipe:
         if eager:
             with contextlib.suppress(OSError):  # Linux does not know it
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDLOWAT, EAGER_BYTES + _SEALED_BYTES)
-        self._sock = sock
+        self._socket = UsedSocket(sock)
         self._place = place
         self._wake = wake
         self._eager = eager
@@ -85,8 +86,8 @@ class SocketPipe:
         self._broken: FleetError | None = None
         self._closed = False
         self._threads = [
-            threading.Thread(target=self._write, name="pipe-writer", daemon=True),
-            threading.Thread(target=self._read, name="pipe-reader", daemon=True),
+            threading.Thread(target=self._while_open, args=(self._write,), name="pipe-writer", daemon=True),
+            threading.Thread(target=self._while_open, args=(self._read,), name="pipe-reader", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -132,10 +133,9 @@ class SocketPipe:
                 return
             self._closed = True
         self._out.put(None)
-        self._shut_down()
+        self._socket.end()
         for thread in self._threads:
             thread.join(_JOIN_S)
-        self._sock.close()
 
     def _sent_at_once(self, parts: tuple[memoryview, ...]) -> bool:
         """Only if that cannot wait, and if the writer thread has nothing to do."""
@@ -161,6 +161,10 @@ class SocketPipe:
         self._out.put(parts)
 
     # ---- threads ---------------------------------------------------------------------------------------
+
+    def _while_open(self, work: Callable[[], None]) -> None:
+        with contextlib.suppress(OSError), self._socket.used():  # closed before this thread began
+            work()
 
     def _write(self) -> None:
         scratch = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
@@ -239,13 +243,9 @@ class SocketPipe:
             closed = self._closed
         # The other thread must not wait for a side that is gone, nor the other side for this one.
         self._out.put(None)
-        self._shut_down()
+        self._socket.end()
         if not closed:
             self._wake()
-
-    def _shut_down(self) -> None:
-        with contextlib.suppress(OSError):  # the other side was quicker
-            self._sock.shutdown(socket.SHUT_RDWR)
 
 
 def _cost(parts: tuple[memoryview, ...]) -> int:
