@@ -326,6 +326,8 @@ JOB_LEAST_TOK_S = 10.0
 # However steadily it goes on: a prefill may take JOB_QUEUE_S more than that, and an answer as much beside its
 # tokens at this rate. The slowest machine that was measured decodes fifty times as fast.
 JOB_DECODE_TOK_S = 0.25
+# And so much for each image: the largest encoder's 6e12 operations take two slow cores a minute or two.
+JOB_IMAGE_S = 300.0
 # And not longer than this factor times the plan's own figure for the prefill, on top of a step's.
 JOB_LATE = 8.0
 # A request that its client cancelled counts against a machine that had sent nothing for so long, on top of

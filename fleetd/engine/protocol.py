@@ -96,9 +96,10 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     parallel_calls: bool = True
 
     @property
-    def has_images(self) -> bool:
-        """True if one of the messages has images."""
-        return any(IMAGES in message for message in self.messages)
+    def images(self) -> int:
+        """How many its messages have. Another machine may have sent what are none; ``ImageList`` decides."""
+        found = (message.get(IMAGES) for message in self.messages)
+        return sum(len(each) for each in found if isinstance(each, list | tuple))
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -534,6 +535,8 @@ class Prefill(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     done: Natural
     total: Natural
     cached: Natural = 0
+    # Steps of an image encoder's work for the prompt that are done. They take a CPU minutes without a token.
+    image_steps: Natural = 0
 
 
 class StepTime(msgspec.Struct, frozen=True, omit_defaults=True):

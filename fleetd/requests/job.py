@@ -58,10 +58,10 @@ class Job(msgspec.Struct, frozen=True, dict=True):
         return prompt_text(self.request)
 
     @property
-    def has_images(self) -> bool:
-        """True if its prompt has images."""
+    def images(self) -> int:
+        """How many its prompt has."""
         prompt = self.request.prompt
-        return isinstance(prompt, ChatPrompt) and prompt.has_images
+        return prompt.images if isinstance(prompt, ChatPrompt) else 0
 
     @property
     def shareable(self) -> bool:
@@ -77,9 +77,8 @@ def prompt_text(request: Generate) -> str:
         case TextPrompt(text):
             return text
         case ChatPrompt(messages=messages, tools=tools):
-            if not request.prompt.has_images:
+            if not (images := request.prompt.images):
                 return f"{tools or ''}{messages}"
-            images = sum(len(message.get(IMAGES, ())) for message in messages)
             texts = [{name: each for name, each in message.items() if name != IMAGES} for message in messages]
             return f"{tools or ''}{texts}" + " " * (images * IMAGE_TOKENS * CHARS_PER_TOKEN)
 

@@ -224,14 +224,14 @@ class RequestRunner:
         for images to one that reads none."""
         if model.folder is not None:
             check_purpose(model.name, model.folder.shape.purpose, "chat")
-            if job.has_images and not model.folder.images:
+            if job.images and not model.folder.images:
                 raise no_images(model.name, "messages")
             return
         check_catalog(model.name, "chat")
         for member in self._members.others("answer"):
             if (card := member.model(model.name)) is not None:
                 check_purpose(model.name, card.shape.purpose, "chat")
-                if job.has_images and not card.shape.images:
+                if job.images and not card.shape.images:
                     raise no_images(model.name, "messages", f"{member.name} says so.")
 
     async def _attempts(self, request: Request) -> AsyncGenerator[Planned | Loading | Event, None]:

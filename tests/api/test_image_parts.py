@@ -73,7 +73,7 @@ def of_anthropic(*messages: list[str | bytes]) -> ChatPrompt:
 def seen(found: Generate | ChatPrompt) -> list[dict[str, Any]]:
     prompt = found if isinstance(found, ChatPrompt) else found.prompt
     assert isinstance(prompt, ChatPrompt)
-    assert prompt.has_images
+    assert prompt.images
     return prompt.messages
 
 

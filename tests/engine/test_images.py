@@ -36,6 +36,7 @@ from fleetd.engine.protocol import (
     Finished,
     Generate,
     Keep,
+    Prefill,
     Sampling,
     TextPrompt,
 )
@@ -320,6 +321,9 @@ def test_others_have_their_turns_while_an_image_is_read(seer: Seer) -> None:
     while not run.of("image", Delta):
         run.turn()
         turns += 1
+    # The machine that asked is told of each, or it would give this one up.
+    told = [step.image_steps for step in run.of("image", Prefill)]
+    assert told == [*range(seeing_model.LAYERS + 2), *told[-1:]]
     # A turn for each layer, one for the projection, one for the prompt's chunk, and one for the first token.
     assert turns >= seeing_model.LAYERS + 2
     assert sum(delta.tokens for delta in run.of("text", Delta)) - before >= seeing_model.LAYERS

@@ -40,6 +40,12 @@ STALL_S, TOK_S = limits.JOB_STALL_S, limits.JOB_LEAST_TOK_S
         ([], Loading("reading", 1, 9), limits.ENGINE_LOAD_S),
         ([], Accepted("r", 800), STALL_S + 800 / TOK_S),
         ([Accepted("r", 800)], Prefill("r", 300, 800), STALL_S + 500 / TOK_S),
+        ([Prefill("r", 300, 800)], Prefill("r", 300, 800, image_steps=1), STALL_S + 500 / TOK_S),
+        (
+            [Prefill("r", 300, 800, image_steps=9)],
+            Prefill("r", 310, 800, image_steps=9),
+            STALL_S + 490 / TOK_S,
+        ),
         ([Prefill("r", 800, 800)], Delta("r", "a"), STALL_S),
         ([], ToolCallPiece("r", 0, "c", "n", "{"), STALL_S),
         ([], ToolCall("r", 0, "c", "n", "{}"), STALL_S),
@@ -65,6 +71,9 @@ def test_progress_gives_time_for_the_next_step(before: list[Any], event: Any, du
         ([Delta("r", "a")], Prefill("r", 800, 800)),
         ([Prefill("r", 300, 800)], Prefill("r", 300, 800)),
         ([Prefill("r", 300, 800)], Prefill("r", 200, 800)),
+        ([Prefill("r", 300, 800, image_steps=2)], Prefill("r", 300, 800, image_steps=2)),
+        ([Prefill("r", 300, 800, image_steps=2)], Prefill("r", 300, 800, image_steps=1)),
+        ([Prefill("r", 300, 800)], Prefill("r", 200, 800, image_steps=1)),
         ([Delta("r", "a")], Delta("r", "a", tokens=0)),
         ([], RanAt(("air",))),
     ],
@@ -132,6 +141,13 @@ def test_attack_a_prefill_that_crawls_is_over_by_the_plans_figures(planned_s: fl
     crawls = [Accepted("r", 4000), *(Prefill("r", done, 4000) for done in range(4000))]
     whole_s = 4000 / TOK_S if planned_s is None else limits.JOB_LATE * planned_s
     assert over(deadline, crawls, STALL_S - 1) == limits.JOB_QUEUE_S + STALL_S + whole_s
+
+
+def test_each_image_has_its_time_and_not_more() -> None:
+    deadline = AnswerDeadline(0.0, busy=False, images=2)
+    steps = (Prefill("r", 0, 800, image_steps=n) for n in range(4096))
+    most_s = limits.JOB_QUEUE_S + 2 * limits.JOB_IMAGE_S + STALL_S + 800 / TOK_S
+    assert over(deadline, [Accepted("r", 800), *steps], STALL_S - 1) == most_s
 
 
 def test_attack_an_answer_of_a_token_a_minute_is_over_before_long() -> None:

@@ -395,19 +395,21 @@ class Scheduler(ComputeLoop):
             if not isinstance(prefiller, SharedPrefill):
                 self.chunks.learn(tokens, time.monotonic() - begun)
             self.steps += 1
-            self._show_prefill(sequence)
+        self._show_prefill(sequence)
         sequence.prefill_s += time.monotonic() - begun
         self._leaders.after_step(sequence)
         return prefiller
 
     def _show_prefill(self, sequence: ScheduledSequence, *, again: bool = False) -> None:
-        """Report progress. It never goes back, even if tokens are computed a second time."""
+        """Report progress, if there is any. It never goes back, even if tokens are computed a second time."""
         if sequence.prefiller is None and sequence.phase is not Phase.FOLLOWING:
             return
         done = max(sequence.shown, sequence.progress)
-        if again or done > sequence.shown:
-            sequence.shown = done
-            self.emit(Prefill(sequence.id, done, sequence.slots, sequence.beginning.cached_tokens))
+        image_steps = 0 if sequence.prepared.images is None else sequence.prepared.images.steps
+        if again or done > sequence.shown or image_steps > sequence.shown_image_steps:
+            sequence.shown, sequence.shown_image_steps = done, image_steps
+            cached = sequence.beginning.cached_tokens
+            self.emit(Prefill(sequence.id, done, sequence.slots, cached, image_steps))
 
     def _choose(self) -> ScheduledSequence | None:
         """The prompt with the least left, for itself or one that waits for it. One that was passed over too

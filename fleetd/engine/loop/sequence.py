@@ -96,6 +96,7 @@ class ScheduledSequence:
     # When its client left, if it is still read together with helpers: for one that asks again.
     left_s: float = 0.0
     shown: int = -1  # prefilled tokens as last reported; -1 before the first report
+    shown_image_steps: int = 0
     generated: int = 0  # tokens of the answer
     turns: int = 0  # for which its prefill was passed over
     passed: int = 0  # by how many later ones, while it waited for memory

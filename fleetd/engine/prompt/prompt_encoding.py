@@ -125,7 +125,7 @@ def prepare(
                     prepared, lambda: _offsets(tokenizer, text, tokens, special=True), lambda: gaps
                 )
         case ChatPrompt():
-            if images is None and request.prompt.has_images:
+            if images is None and request.prompt.images:
                 raise no_images(model, "messages", imageless)
             tools = _offered_tools(request.prompt, tokenizer, model)
             prepared = _chat(

@@ -41,6 +41,8 @@ class PromptImages:
     patches: list[ImagePatches]
     digests: list[bytes]
     word: str = field(default_factory=lambda: f"image{secrets.token_hex(8)}n")
+    # Of the work for rows, that are done.
+    steps: int = 0
     # Ascending places of rows in the prompt, all images' one after the other.
     places: list[int] = field(default_factory=list)
     # Rows of images that were read, by the image; let go once a prefill is behind them.
@@ -173,6 +175,7 @@ class PromptImages:
         for image, places in enumerate(self._by_image()):
             if image in self._rows or places[0] >= end or places[-1] < first:
                 continue
+            self.steps += 1
             reading = self._readings.setdefault(image, self.reader.reading(self.patches[image]))
             try:
                 next(reading)

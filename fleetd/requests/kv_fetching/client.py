@@ -82,7 +82,7 @@ class BlockFetching(PipelineStep):
 
     def prepare(self, request: Request) -> None:
         folder = request.folder_here
-        fetches = request.placement.fetches and request.job.shareable and not request.job.has_images
+        fetches = request.placement.fetches and request.job.shareable and not request.job.images
         if folder is not None and fetches and self._sources(folder.name):
             request.attempt.generate = msgspec.structs.replace(request.attempt.generate, fetches=True)
 

@@ -146,7 +146,7 @@ class KeptPrompts(PipelineStep):
 
     def _tellable(self, request: Request) -> bool:
         """True for a whole prompt that is read here and that other machines may know of."""
-        whole = request.job.request.keep is None and not request.job.has_images
+        whole = request.job.request.keep is None and not request.job.images
         return whole and request.folder_here is not None and request.job.shareable
 
     def _in_memory(self, request: Request) -> None:

@@ -308,7 +308,7 @@ class Placer:
             session=session,
             places=places,
             exact=job.request.exact,
-            unaided=job.has_images,
+            unaided=job.images > 0,
         )
 
     def known(self, model: WantedModel, *texts: str) -> Callable[[Member], KnownTokens]:

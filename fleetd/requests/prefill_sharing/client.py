@@ -107,7 +107,7 @@ class PrefillSharing(PipelineStep):
 
     def possible(self, job: Job, folder: ModelFolder) -> bool:
         """True if a helper might speed up this prompt. Cheap: it runs before every request."""
-        if not job.shareable or job.has_images:
+        if not job.shareable or job.images:
             return False
         members = self.members.others("prefill")
         if not members or (own := self.held(folder.name)) is None:

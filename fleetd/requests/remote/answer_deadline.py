@@ -1,9 +1,9 @@
 """How long another machine may take over an answer. Pure.
 
 A machine that only says that it is alive would otherwise keep a request for ever. What counts is progress:
-the request is accepted, a load begins or gets further, more of its prompt is prefilled, another token has
-come. The whole of each part has its time, too: the load, the prefill by the plan's figures, and the answer at
-a least speed.
+the request is accepted, a load begins or gets further, more of its images is read or of its prompt prefilled,
+another token has come. The whole of each part has its time, too: the load, the prefill by the plan's figures,
+and the answer at a least speed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class AnswerDeadline:
         busy: by its card the machine has a queue or no free stream, or it has to load the model.
         prefill_s: how long the whole prefill takes by the plan; None if it was not priced.
         load_within_s: a load that stands still for so long is given up.
+        images: how many the prompt has.
     """
 
     def __init__(
@@ -31,7 +32,9 @@ class AnswerDeadline:
         busy: bool,
         prefill_s: float | None = None,
         load_within_s: float = limits.ENGINE_LOAD_S,
+        images: int = 0,
     ) -> None:
+        self._images_s = images * limits.JOB_IMAGE_S
         self._planned_s = prefill_s
         self._load_within_s = load_within_s
         self.due_s = now_s + (limits.JOB_QUEUE_S if busy else limits.JOB_BEGIN_S)
@@ -41,7 +44,8 @@ class AnswerDeadline:
         self._load_over_s = math.inf
         self._accepted = self._answering = False
         self._prompt_tokens = 0
-        self._prefilled = -1
+        # Prompt tokens and steps for images that are done.
+        self._prefilled = (-1, 0)
 
     def on_event(self, event: JobEvent, now_s: float) -> None:
         """Note an event; one that is no progress changes nothing."""
@@ -51,10 +55,10 @@ class AnswerDeadline:
             case Accepted() if not self._accepted:
                 self._accept(event.prompt_tokens, now_s)
                 self.due_s = now_s + self._prefill_s(0)
-            case Prefill() if event.done > self._prefilled and not self._answering:
+            case Prefill() if self._is_further(event) and not self._answering:
                 if not self._accepted:
                     self._accept(event.total, now_s)
-                self._prefilled = event.done
+                self._prefilled = event.done, event.image_steps
                 self.due_s = min(self._over_s, now_s + self._prefill_s(event.done))
             case Delta() | ToolCallPiece() if event.tokens:
                 self._answer(event.tokens, now_s)
@@ -62,6 +66,10 @@ class AnswerDeadline:
                 self._answer(0, now_s)
             case _:
                 pass
+
+    def _is_further(self, event: Prefill) -> bool:
+        done, image_steps = self._prefilled
+        return event.done > done or (event.done == done and event.image_steps > image_steps)
 
     def _load(self, event: Loading, now_s: float) -> None:
         before, self._loading = self._loading, event
@@ -77,7 +85,7 @@ class AnswerDeadline:
     def _accept(self, prompt_tokens: int, now_s: float) -> None:
         self._accepted, self._prompt_tokens = True, prompt_tokens
         # Other requests may be computed between two steps of this one.
-        self._over_s = now_s + limits.JOB_QUEUE_S + self._prefill_s(0)
+        self._over_s = now_s + limits.JOB_QUEUE_S + self._images_s + self._prefill_s(0)
 
     def _answer(self, tokens: int, now_s: float) -> None:
         if not self._answering:

@@ -67,7 +67,7 @@ def method(request: Generate, *, unaided: bool) -> str:
     """The method by which another machine is asked for an answer."""
     chat = request.prompt if isinstance(request.prompt, ChatPrompt) else ChatPrompt([])
     held = request.constraint is not None or bool(chat.strict_tools)
-    return _name(seen=chat.has_images, held=held, unaided=unaided)
+    return _name(seen=chat.images > 0, held=held, unaided=unaided)
 
 
 class RanAt(msgspec.Struct, frozen=True, tag="where", omit_defaults=True):

@@ -55,7 +55,7 @@ class RemoteJob:
         self.prefill_s = prefill_s
         self._load_within_s = load_within_s
         self._method = messages.method(job.request, unaided=unaided)
-        self._context_tokens = context_tokens
+        self._context_tokens, self._images = context_tokens, job.images
         self._asked = messages.RunJob(
             model, job.request, job.route, digest, where=True, trace=True, tokenized=True
         )
@@ -87,7 +87,11 @@ class RemoteJob:
         check = AnswerCheck(self._asked.request, self._context_tokens)
         ended = False
         deadline = AnswerDeadline(
-            clock(), busy=self.busy, prefill_s=self.prefill_s, load_within_s=self._load_within_s
+            clock(),
+            busy=self.busy,
+            prefill_s=self.prefill_s,
+            load_within_s=self._load_within_s,
+            images=self._images,
         )
         try:
             stream.end()

@@ -589,7 +589,7 @@ def _document(job: Job) -> tuple[Document, int]:
     """A job's prompt as a document, and about how many tokens it has. Raises SkipCompression."""
     if job.request.echo:
         raise SkipCompression("echo", "The prompt is to be echoed, so it is read whole.")
-    if job.has_images:
+    if job.images:
         raise SkipCompression("images", "A prompt with images is read whole.")
     system_context = job.smart is not None and job.smart.system_context
     found = smart_prompt.document(job.request, system_context=system_context)
