@@ -19,7 +19,7 @@ class Dialer:
     Args:
         connect: makes the connection, or raises FleetError.
         failed: called with a dial and the reason why it failed.
-        cancelled: called with a dial that was given up.
+        cancelled: called with a dial that was given up, or ended without a word.
     """
 
     def __init__(
@@ -43,6 +43,10 @@ class Dialer:
             task = self._tasks[dial] = group.create_task(self._run(dial), name=f"dial {dial.address[0]}")
             task.add_done_callback(lambda done: self._ended(dial, done))
 
+    def over(self, dial: Dial) -> None:
+        """It is known what came of a dial: the same one may begin again before its task has ended."""
+        self._tasks.pop(dial, None)
+
     def end_others(self, connected: Dial, node_id: str) -> None:
         """Cancel the dials to other addresses of a machine that ``connected`` has reached."""
         for dial, task in list(self._tasks.items()):
@@ -54,12 +58,14 @@ class Dialer:
             await self._connect(dial)
         except FleetError as error:
             log.debug("peer.dial_failed", address=dial.address[0], error=str(error))
+            self.over(dial)
             self._failed(dial, error)
         except Exception as error:  # a dial's boundary: no error may end the node
             log.exception("peer.dial_broken", address=dial.address[0])
+            self.over(dial)
             self._failed(dial, PeerUnreachable(f"It could not be dialled: {type(error).__name__}."))
 
     def _ended(self, dial: Dial, task: asyncio.Task[None]) -> None:
-        del self._tasks[dial]
-        if task.cancelled():  # possibly before its first step
+        if self._tasks.get(dial) is task:  # cancelled, possibly before its first step
+            self.over(dial)
             self._cancelled(dial)

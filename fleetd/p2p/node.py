@@ -308,6 +308,8 @@ class Node:
             # Accepted or dialled just before the goodbye: the member must not begin to use it.
             connection.close()
             return
+        if connection.dialled is not None:
+            self.dialer.over(connection.dialled)
         known = self.connection(connection.node_id) is not None
         reached = connection.address
         if reached is None and hello.port and connection.peer_host:
