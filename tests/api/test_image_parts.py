@@ -151,6 +151,7 @@ def test_addresses_are_never_fetched(given: str) -> None:
         ("data:image/png,abc", InvalidValue),
         ("data:image/png;base64,", InvalidValue),
         ("data:image/png;base64,not base64!", InvalidValue),
+        ("data:image/png;base64,\u00e4hnlich", InvalidValue),
         ("data:image/png;base64,aGk", InvalidValue),
         (f"data:image/png;base64,{'A' * (limits.IMAGE_BYTES * 4 // 3 + 8)}", PayloadTooLarge),
     ],
@@ -166,6 +167,19 @@ def test_line_breaks_in_base64_are_no_error() -> None:
     whole = data(bytes(range(256)))
     broken = "\r\n".join(whole[at : at + 76] for at in range(0, len(whole), 76))
     assert images.from_base64(broken, "here") == bytes(range(256))
+
+
+@pytest.mark.parametrize("line", [limits.HTTP_BODY_BYTES, 76])
+def test_the_largest_file_is_taken_and_a_byte_more_is_not(line: int) -> None:
+    """Padding and line breaks were counted as bytes of the file."""
+    largest = bytes(limits.IMAGE_BYTES)
+    whole = data(largest)
+    assert (
+        images.from_base64("\n".join(whole[at : at + line] for at in range(0, len(whole), line)), "here")
+        == largest
+    )
+    with pytest.raises(PayloadTooLarge):
+        images.from_base64(data(largest + b"."), "here")
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "assistant"])

@@ -20,7 +20,7 @@ from fleetd.control.prefill_trace import Trace
 
 SAME = {"Sec-Fetch-Site": "same-origin"}
 HTML = {"Accept": "text/html,application/xhtml+xml"}
-LIMIT_BYTES = 200_000
+LIMIT_BYTES = 220_000
 
 
 @pytest.fixture

@@ -529,7 +529,7 @@ def test_a_long_paste_is_folded_and_a_file_becomes_text(world: PageWorld) -> Non
     page.set_input_files(
         "input[type=file]", [{"name": "b.png", "mimeType": "image/png", "buffer": b"\x89PNG\xff"}]
     )
-    page.wait_for_selector("text=b.png: it is no text.")
+    page.wait_for_selector("text=b.png: it is no text, and no PNG, JPEG, WebP or GIF.")
     page.click("text=Send")
     page.wait_for_selector("text=Retry")
     shown = page.inner_text(".user .text")
@@ -549,7 +549,7 @@ def test_a_long_paste_is_folded_and_a_file_becomes_text(world: PageWorld) -> Non
 def test_an_empty_chat_says_what_is_stored(world: PageWorld, tmp_path: Path, text: str, said: str) -> None:
     with_settings(world, tmp_path, text)
     page = world.opened("chat")
-    page.wait_for_selector("text=No text is stored.")
+    page.wait_for_selector("text=No text and no image is stored.")
     page.wait_for_selector(".nothing code")
     assert said in page.inner_text(".nothing")
 

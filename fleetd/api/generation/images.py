@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import string
 from collections.abc import Sequence
 
 from fleetd import limits
@@ -49,19 +50,28 @@ def from_base64(data: object, where: str) -> bytes:
     """
     if not isinstance(data, str):
         raise InvalidValue(f"{where}: an image needs its file in base64.", param=where)
-    if len(data) * 3 // 4 > limits.IMAGE_BYTES:
+    encoded = _without_space(data)
+    if len(encoded.rstrip(b"=")) * 3 // 4 > limits.IMAGE_BYTES:
         raise PayloadTooLarge(
             f"{where}: the image has over {limits.IMAGE_BYTES} bytes.",
             hint="Send a smaller one.",
             param=where,
         )
     try:
-        found = base64.b64decode("".join(data.split()), validate=True)
-    except (binascii.Error, ValueError):
+        found = base64.b64decode(encoded, validate=True)
+    except binascii.Error:
         found = b""
     if not found:
         raise InvalidValue(f"{where}: the image's file is no base64.", param=where)
     return found
+
+
+def _without_space(data: str) -> bytes:
+    """Base64 without its line breaks; b"" if it has other characters than ASCII's."""
+    try:
+        return data.encode("ascii").translate(None, string.whitespace.encode())
+    except UnicodeEncodeError:
+        return b""
 
 
 def placed(pieces: Sequence[Piece]) -> tuple[str, list[ImageAt]]:

@@ -32,6 +32,7 @@ SERVED = MappingProxyType(
                 "fleet.js",
                 "gain.js",
                 "history.js",
+                "images.js",
                 "kept.js",
                 "keys.js",
                 "listing.js",
