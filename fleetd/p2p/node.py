@@ -408,7 +408,7 @@ class Node:
     async def _connect(self, dial: Dial) -> None:
         connection = self._new_connection(dial)
         try:
-            await transport.connect(lambda: connection, dial.address, self._contexts.client)
+            await transport.connect(connection, dial.address, self._contexts.client)
         finally:
             self._forget_unattached(connection)
 
@@ -439,7 +439,7 @@ class Node:
     async def _on_session_connection(self, sock: socket.socket) -> None:
         connection = self._new_connection(None)
         try:
-            await transport.accept(lambda: connection, sock, self._contexts.server)
+            await transport.accept(connection, sock, self._contexts.server)
         finally:
             self._forget_unattached(connection)
 
