@@ -15,6 +15,12 @@ import threading
 from collections.abc import Iterator
 
 
+def shut_down(sock: socket.socket) -> None:
+    """End both directions, so that a thread that waits for one of them goes on."""
+    with contextlib.suppress(OSError):  # the other side was quicker
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 class UsedSocket:
     """``sock`` is closed by this alone."""
 
@@ -42,8 +48,7 @@ class UsedSocket:
         with self._lock:
             if not self._ended:
                 self._ended = True
-                with contextlib.suppress(OSError):  # the other side was quicker
-                    self.sock.shutdown(socket.SHUT_RDWR)
+                shut_down(self.sock)
                 self._close_unused()
 
     def _close_unused(self) -> None:

@@ -347,7 +347,13 @@ def test_download_ends_with_the_daemon_that_wanted_it(store: ModelStore, hub: Hu
 
 def test_a_download_that_is_over_ends_well_while_the_daemon_still_holds_its_pipe(store: ModelStore) -> None:
     make_folder(store.models_dir / "own")
-    command = [sys.executable, "-m", "fleetd.models.pull.process", "--json", f"--models-dir={store.models_dir}"]
+    command = [
+        sys.executable,
+        "-m",
+        "fleetd.models.pull.process",
+        "--json",
+        f"--models-dir={store.models_dir}",
+    ]
     with subprocess.Popen(
         [*command, "own"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

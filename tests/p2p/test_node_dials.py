@@ -158,7 +158,7 @@ async def _gives_up_as_the_handshake_ends(cancelled: str, tmp_path: Path) -> Non
         assert task.cancelled()
     (number,) = numbers
     async with asyncio.timeout(WITHIN_S):
-        while _is_open(number):
+        while _is_open(number):  # noqa: ASYNC110  (nothing tells that a descriptor is closed)
             await asyncio.sleep(0)
         with near, far, socket.socket(fileno=os.dup2(near.fileno(), number)) as reused:
             reused.setblocking(False)
