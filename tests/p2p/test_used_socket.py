@@ -19,7 +19,7 @@ from fleetd.p2p.tunnel import LocalPort, Mouth, Tunnel
 from fleetd.process import local_peers
 from fleetd.process.used_socket import UsedSocket
 from fleetd.sealed import handoff
-from fleetd.sealed.stream import SealedReceiver
+from fleetd.sealed.stream import SealedReceiver, SealedSender
 
 WITHIN_S = 60.0
 KEY = bytes(range(32))
@@ -149,6 +149,26 @@ async def test_a_channel_that_is_closed_while_a_socket_is_handed_over(
             await giving
     assert _is_closed(ours)
     assert _is_closed(given)
+
+
+def test_a_pipe_that_breaks_while_a_short_frame_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the thread that computes, which is none of the pipe's own."""
+    held = HeldCall(SealedSender.send)
+    monkeypatch.setattr(SealedSender, "send", lambda sender, data: held(sender, data))
+    near, far = socket.socketpair()
+    pipe = SocketPipe(near, KEY, "connector", place=lambda head: (), wake=lambda: None, eager=True)
+    computing = threading.Thread(target=pipe.send, args=(FrameHeader(Kind.ALIVE),), daemon=True)
+    computing.start()
+
+    def broke() -> None:
+        far.close()
+        for thread in pipe._threads:
+            thread.join(WITHIN_S)
+
+    held.assert_open_until_let(broke)
+    computing.join(WITHIN_S)
+    assert _is_closed(near)
+    pipe.close()
 
 
 @pytest.mark.parametrize("broken", [False, True])
