@@ -122,6 +122,8 @@ class Discovery:
         mdns = await asyncio.to_thread(importlib.import_module, "fleetd.p2p.discovery.mdns")
         while not self._stopped:
             chosen = await asyncio.to_thread(self._choose)
+            if self._stopped:
+                return  # announced now, it would be found for an hour after its goodbye
             if not any(chosen):
                 self._say("no network interface of this machine can be used for it")
                 await self._pause(limits.DISCOVERY_REFRESH_S)
