@@ -29,6 +29,11 @@ class UsedSocket:
         self._lock = threading.Lock()
         self._users, self._ended = 0, False
 
+    @property
+    def ended(self) -> bool:
+        """True from ``end`` on."""
+        return self._ended
+
     @contextlib.contextmanager
     def used(self) -> Iterator[socket.socket]:
         """It stays open meanwhile. Raises OSError if it was ended."""

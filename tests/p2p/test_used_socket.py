@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from fleetd.engine.streams.channel import SocketSender
 from fleetd.engine.streams.frames import FrameHeader, Kind
 from fleetd.engine.streams.pipe import SocketPipe
 from fleetd.p2p.tunnel import LocalPort, Mouth, Tunnel
-from fleetd.process import local_peers
+from fleetd.process import local_peers, used_socket
 from fleetd.process.used_socket import UsedSocket
 from fleetd.sealed import handoff
 from fleetd.sealed.stream import SealedReceiver, SealedSender
@@ -105,6 +106,36 @@ def test_a_mouth_that_is_closed_while_a_thread_accepts(monkeypatch: pytest.Monke
     thread.join(WITHIN_S)
     assert errors
     assert _is_closed(held.sock)
+
+
+def test_a_mouth_is_closed_also_if_the_system_does_not_wake_the_thread_that_accepts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As macOS does not: the thread waited for half an hour, and the port stayed open."""
+    monkeypatch.setattr(used_socket, "shut_down", lambda sock: None)
+    held, mouth = HeldCall(local_peers.accept), Mouth()
+    monkeypatch.setattr(local_peers, "accept", held)
+
+    def opened() -> None:
+        with pytest.raises(TimeoutError, match="no process of fleetd"):
+            mouth.open()
+
+    thread = threading.Thread(target=opened, daemon=True)
+    thread.start()
+    held.assert_open_until_let(mouth.close)
+    thread.join(WITHIN_S)
+    assert not thread.is_alive()
+    assert _is_closed(mouth._listener.sock)
+
+
+def test_who_accepts_asks_again_and_again_whether_anybody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_peers, "_LOOK_S", 0.01)
+    answers = iter([False, False, True])
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(TimeoutError):
+        local_peers.accept(listener, os.getpid(), 10 * WITHIN_S, lambda: next(answers))
+    assert not list(answers)
 
 
 @pytest.mark.parametrize("local", [Mouth, LocalPort])
