@@ -16,6 +16,7 @@ from fleetd.engine.streams import pipe as pipe_module
 from fleetd.engine.streams.channel import SocketSender
 from fleetd.engine.streams.frames import FrameHeader, Kind
 from fleetd.engine.streams.pipe import SocketPipe
+from fleetd.errors import EngineDied
 from fleetd.p2p.tunnel import LocalPort, Mouth, Tunnel
 from fleetd.process import local_peers, used_socket
 from fleetd.process.used_socket import UsedSocket
@@ -23,6 +24,8 @@ from fleetd.sealed import handoff
 from fleetd.sealed.stream import SealedReceiver, SealedSender
 
 WITHIN_S = 60.0
+# Than asyncio has.
+MORE_THAN_THREADS = 33
 KEY = bytes(range(32))
 
 
@@ -200,6 +203,34 @@ def test_a_pipe_that_breaks_while_a_short_frame_is_sent_at_once(monkeypatch: pyt
     computing.join(WITHIN_S)
     assert _is_closed(near)
     pipe.close()
+
+
+async def test_sockets_that_wait_for_a_worker_hold_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waited on a thread: eight of them for a worker that stood still were half a minute in which the
+    daemon read nothing of its disk."""
+    held = HeldCall(handoff.send)
+    monkeypatch.setattr(handoff, "send", held)
+    ours, theirs = socket.socketpair()
+    pairs = [socket.socketpair() for _ in range(MORE_THAN_THREADS)]
+    with theirs:
+        sender = SocketSender(ours)
+        gives = [
+            asyncio.create_task(sender.give(StreamTag("one", STAGE, KEY, "connector"), given))
+            for given, _ in pairs
+        ]
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                assert await asyncio.to_thread(held.begun.wait, WITHIN_S)
+                assert await asyncio.to_thread(lambda: "read") == "read"
+        finally:
+            sender.close()
+            held.let.set()
+        assert all(
+            isinstance(error, EngineDied) for error in await asyncio.gather(*gives, return_exceptions=True)
+        )
+    for given, kept in pairs:
+        assert _is_closed(given)
+        kept.close()
 
 
 @pytest.mark.parametrize("broken", [False, True])
