@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -205,6 +206,10 @@ class WriteBehind:
             self._again_at = self.monotonic() + limits.CACHE_AGAIN_S
             with self._changed:
                 self._note = str(error)
+            return False
+        except Exception:
+            # A bug, or memory that is short: the next prompt is written.
+            traceback.print_exc()
             return False
         return True
 

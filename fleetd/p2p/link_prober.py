@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -28,7 +28,9 @@ from fleetd.p2p.links import Address, PeerPath
 from fleetd.p2p.message_reader import reader
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.process.joined_threads import joined
 from fleetd.process.observe import get_logger
+from fleetd.process.used_socket import shut_down
 from fleetd.sealed.stream import SealedReceiver, SealedSender
 
 log = get_logger("fleetd.p2p")
@@ -55,7 +57,6 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True):
 invitation: Callable[[bytes], Invitation] = reader(
     Invitation, "A peer's invitation", limits.SMALL_MESSAGE_BYTES
 )
-_T = TypeVar("_T")
 
 
 class LinkProber:
@@ -131,7 +132,9 @@ class LinkProber:
                 invited = invitation(answer)
                 sock = await bulk_connections.connect(address, invited.ticket)
                 with contextlib.closing(sock):
-                    return await _in_thread(partial(_burst, sock, invited.key, bursts), sock)
+                    return await joined(
+                        partial(_burst, sock, invited.key, bursts), stop=partial(shut_down, sock)
+                    )
         except TimeoutError:
             raise ProtocolError("A measurement took too long.") from None
         finally:
@@ -155,19 +158,7 @@ class LinkProber:
         with self._node.bulk.expect() as expected:
             stream.send(msgspec.msgpack.encode(Invitation(expected.ticket, expected.key)))
             with contextlib.closing(await expected.socket()) as sock:
-                await _in_thread(partial(serve_burst, sock, expected.key), sock)
-
-
-async def _in_thread(work: Callable[[], _T], sock: socket.socket) -> _T:
-    """Run blocking work on a socket in a thread; cancelling shuts the socket down, which ends the thread."""
-    thread = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(thread)
-    except asyncio.CancelledError:
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
-        await asyncio.gather(thread, return_exceptions=True)
-        raise
+                await joined(partial(serve_burst, sock, expected.key), stop=partial(shut_down, sock))
 
 
 def _burst(sock: socket.socket, key: bytes, bursts: Sequence[int]) -> tuple[float, list[Burst]]:

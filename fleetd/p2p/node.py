@@ -157,12 +157,15 @@ class Node:
                 group.create_task(keep_running("interfaces", self._watch_interfaces), name="interfaces")
                 if self.discovery is not None:
                     group.create_task(self.discovery.run(), name="discovery")
-                await keep_running("mesh", self._tick_for_ever)
+                try:
+                    await keep_running("mesh", self._tick_for_ever)
+                finally:
+                    # Here: a group that waits for its last tasks takes no others.
+                    self._running = False
+                    self._peer_port.close()
+                    for connection in self._connections.values():
+                        connection.abort(Draining("This machine stops."))
         finally:
-            self._running = False
-            self._peer_port.close()
-            for connection in self._connections.values():
-                connection.abort(Draining("This machine stops."))
             # Transports close in the next turns of the loop, which may end after this task.
             for _ in range(_LAST_TURNS):
                 await asyncio.sleep(0)
@@ -410,7 +413,7 @@ class Node:
     async def _connect(self, dial: Dial) -> None:
         connection = self._new_connection(dial)
         try:
-            await transport.connect(lambda: connection, dial.address, self._contexts.client)
+            await transport.connect(connection, dial.address, self._contexts.client)
         finally:
             self._forget_unattached(connection)
 
@@ -441,7 +444,7 @@ class Node:
     async def _on_session_connection(self, sock: socket.socket) -> None:
         connection = self._new_connection(None)
         try:
-            await transport.accept(lambda: connection, sock, self._contexts.server)
+            await transport.accept(connection, sock, self._contexts.server)
         finally:
             self._forget_unattached(connection)
 

@@ -75,14 +75,15 @@ class PeerPort:
     async def serve(self) -> None:
         """Accept until cancelled."""
         loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
+            try:
                 # Callbacks, not sock_accept: a task that is cancelled just then would lose what it accepted.
                 for listener in self._listeners:
                     loop.add_reader(listener, self._accept, listener, group)
                 await asyncio.Event().wait()
-        finally:
-            self.close()
+            finally:
+                # Here: a group that waits for its last tasks takes no others.
+                self.close()
 
     def close(self) -> None:
         """Stop listening and close the connections whose kind is still unknown."""

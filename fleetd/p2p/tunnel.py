@@ -50,7 +50,9 @@ class Mouth:
         be the rank's. Raises OSError if none comes in time, or once it is closed."""
         try:
             with self._listener.used() as listener:
-                return local_peers.accept(listener, self.daemon, limits.RANKS_LOAD_S)
+                return local_peers.accept(
+                    listener, self.daemon, limits.RANKS_LOAD_S, lambda: self._listener.ended
+                )
         finally:
             self._listener.end()
 

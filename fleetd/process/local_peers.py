@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -16,6 +17,7 @@ from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd.process.local_peers")
 
+_LOOK_S = 1.0
 #: Host and port of one end.
 Address = tuple[str, int]
 
@@ -33,21 +35,30 @@ def is_of(daemon: int, far: Address, near: Address) -> bool:
         return False
 
 
-def accept(listener: socket.socket, daemon: int, within_s: float) -> socket.socket:
+def accept(
+    listener: socket.socket, daemon: int, within_s: float, ended: Callable[[], bool] = lambda: False
+) -> socket.socket:
     """The connection of the first process that comes and is ``daemon`` or started by it; others are sent
     away.
+
+    Args:
+        ended: True once nobody waits for it any more. It is asked every second, as macOS does not wake who
+            waits for connections at a socket that is shut down.
 
     Raises OSError, TimeoutError if none comes in time.
     """
     until_s = time.monotonic() + within_s
-    while (left_s := until_s - time.monotonic()) > 0:
-        listener.settimeout(left_s)
-        found, came_from = listener.accept()
+    while (left_s := until_s - time.monotonic()) > 0 and not ended():
+        listener.settimeout(min(left_s, _LOOK_S))
+        try:
+            found, came_from = listener.accept()
+        except TimeoutError:
+            continue
         if is_of(daemon, came_from, found.getsockname()):
             return found
         log.warning("loopback.stranger", port=listener.getsockname()[1])
         found.close()
-    raise TimeoutError("strangers alone came in")
+    raise TimeoutError("no process of fleetd came in")
 
 
 def accepted(port: int) -> list[tuple[Address, Address]]:

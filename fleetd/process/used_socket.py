@@ -15,6 +15,12 @@ import threading
 from collections.abc import Iterator
 
 
+def shut_down(sock: socket.socket) -> None:
+    """End both directions, so that a thread that waits for one of them goes on."""
+    with contextlib.suppress(OSError):  # the other side was quicker
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 class UsedSocket:
     """``sock`` is closed by this alone."""
 
@@ -22,6 +28,11 @@ class UsedSocket:
         self.sock = sock
         self._lock = threading.Lock()
         self._users, self._ended = 0, False
+
+    @property
+    def ended(self) -> bool:
+        """True from ``end`` on."""
+        return self._ended
 
     @contextlib.contextmanager
     def used(self) -> Iterator[socket.socket]:
@@ -42,8 +53,7 @@ class UsedSocket:
         with self._lock:
             if not self._ended:
                 self._ended = True
-                with contextlib.suppress(OSError):  # the other side was quicker
-                    self.sock.shutdown(socket.SHUT_RDWR)
+                shut_down(self.sock)
                 self._close_unused()
 
     def _close_unused(self) -> None:

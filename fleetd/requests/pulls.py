@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from fleetd.errors import Draining
 from fleetd.models.model_store import ModelStore
@@ -62,6 +63,8 @@ class Pulls:
             pull = self._pulls[ref] = _Pull()
             # A task of its own: a download outlives the request that started it while others wait for it.
             pull.task = asyncio.create_task(self._run(ref, pull), name=f"pull {ref}")
+            # Not in the task: one that is cancelled before its first step does nothing at its end.
+            pull.task.add_done_callback(partial(self._ended, ref, pull))
         pull.watchers += 1
         try:
             seen: PullProgress | None = None
@@ -70,7 +73,7 @@ class Pulls:
                 if pull.latest is not None and pull.latest is not seen:
                     seen = pull.latest
                     yield seen
-                elif pull.task.done():
+                elif self._pulls.get(ref) is not pull:
                     if pull.task.cancelled():
                         raise Draining("The download stopped because the daemon is stopping.")
                     pull.task.result()
@@ -88,12 +91,11 @@ class Pulls:
         await cancel_all(pull.task for pull in self._pulls.values())
 
     async def _run(self, ref: str, pull: _Pull) -> None:
-        try:
-            async with aclosing(self._source.pull(ref)) as steps:
-                async for step in steps:
-                    pull.latest = step
-                    pull.tell()
-        finally:
-            del self._pulls[ref]
-            # After this callback the task is done; watchers wake then, not before.
-            asyncio.get_running_loop().call_soon(pull.tell)
+        async with aclosing(self._source.pull(ref)) as steps:
+            async for step in steps:
+                pull.latest = step
+                pull.tell()
+
+    def _ended(self, ref: str, pull: _Pull, _task: asyncio.Task[None]) -> None:
+        del self._pulls[ref]
+        pull.tell()

@@ -106,8 +106,9 @@ class Store:
                 raise StoreUnavailable("the store is closed")
             if self._pending >= limits.STORE_QUEUED:
                 raise StoreUnavailable(f"{self._pending} writes are already waiting for the disk")
+            # Not after ``close``, which would not close the file again that this opens.
+            future = self._thread.submit(self._run, work)
             self._pending += 1
-        future = self._thread.submit(self._run, work)
         future.add_done_callback(self._done)
         return future
 

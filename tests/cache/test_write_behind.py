@@ -128,6 +128,22 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(writer: WriteBehind, slow: 
     assert time.monotonic() - begun < SOON_S
 
 
+def test_a_prompt_that_cannot_be_read_from_memory_costs_that_one_alone(
+    writer: WriteBehind, slow: WaitingStore, store: BlockStore, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The thread ended, and nothing was written any more, nor told."""
+    lost = list[memoryview]()
+    broken = BlocksToWrite("tiny", prompt(1, 1), 1.0, 1000, header, lambda number: lost[: 1 // 0])
+    slow.let.release(10)
+    assert writer.put(broken)
+    assert writer.flush(SOON_S)
+    assert writer.put(to_write(prompt(2, 1)))
+    assert writer.flush(SOON_S)
+    assert store.find(prompt(2, 1)).blocks == 1
+    assert (writer.figures.dropped, writer.figures.queued_bytes) == (1, 0)
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
 def test_a_full_disk_is_told_once_left_alone_for_a_while_and_used_again(settings: DiskCacheSettings) -> None:
     now, asked, full = 0.0, 0, True
 

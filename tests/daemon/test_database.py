@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -165,6 +166,23 @@ def test_writes_waiting_for_a_hung_disk_are_bounded(store: Store, monkeypatch: p
     for future in waiting:
         future.result(60)
     assert count(store) == 0
+
+
+def test_no_work_reaches_the_thread_after_the_end_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would open the file again, which nobody closed."""
+    opened, held = Store(tmp_path / "db"), list[bool]()
+    submit = opened._thread.submit
+
+    def submitted(*work: Any) -> Any:
+        held.append(opened._pending_lock.locked())
+        return submit(*work)
+
+    monkeypatch.setattr(opened._thread, "submit", submitted)
+    assert count(opened) == 0
+    assert held == [True], "the store can be closed just now"
+    opened.close()
 
 
 def test_a_closed_store_says_so_and_has_finished_its_work(tmp_path: Path) -> None:

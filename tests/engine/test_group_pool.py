@@ -385,7 +385,7 @@ async def test_other_machines_load_for_a_model_only_as_long_as_it_is_held(
     monkeypatch.setattr(limits, "GROUP_RECUT_IDLE_S", 0.0)
     monkeypatch.setattr(limits, "POOL_CHECK_S", 0.01)
     made = list[FormingGroup]()
-    prepares, given_up = asyncio.Event(), asyncio.Event()
+    prepares, given_up, closed_before = asyncio.Event(), asyncio.Event(), list[bool]()
 
     def group(*_: object) -> FormingGroup:
         made.append(HeldGroup(["kitchen"]))
@@ -396,6 +396,7 @@ async def test_other_machines_load_for_a_model_only_as_long_as_it_is_held(
         try:
             await asyncio.Event().wait()
         finally:
+            closed_before.append(getattr(made[1], "closed", False))
             given_up.set()
 
     pool = EnginePool(WorkerMaker(OPTIONS, groups=group))
@@ -421,6 +422,7 @@ async def test_other_machines_load_for_a_model_only_as_long_as_it_is_held(
         assert cutting is not None
         await asyncio.wait([cutting])
         assert [getattr(each, "closed", None) for each in made] == [True, True]
+        assert closed_before == [False], "what it opened at last would be left"
         assert not made[1].begun.is_set()
         assert pool.status() == []
     finally:

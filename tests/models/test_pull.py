@@ -345,6 +345,23 @@ def test_download_ends_with_the_daemon_that_wanted_it(store: ModelStore, hub: Hu
         assert process.wait(60) != 0
 
 
+def test_a_download_that_is_over_ends_well_while_the_daemon_still_holds_its_pipe(store: ModelStore) -> None:
+    make_folder(store.models_dir / "own")
+    command = [
+        sys.executable,
+        "-m",
+        "fleetd.models.pull.process",
+        "--json",
+        f"--models-dir={store.models_dir}",
+    ]
+    with subprocess.Popen(
+        [*command, "own"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.wait(60) == 0, process.stderr and process.stderr.read()
+        assert process.stdout is not None
+        assert json.loads(process.stdout.read().splitlines()[-1])["done"] == {"name": "own"}
+
+
 async def test_pull_of_a_model_in_the_hub_cache_does_nothing(store: ModelStore, tmp_path: Path) -> None:
     make_snapshot(tmp_path / "hub", "org/name")
     assert await pulled(store, "org/name") == []

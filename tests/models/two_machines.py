@@ -21,6 +21,7 @@ from fleetd.models.copy import client
 from fleetd.models.copy.messages import CopyNeed, CopyOffer, OfferedFile, digest_of, offer_of
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pull_lines import PullProgress
+from fleetd.process.used_socket import shut_down
 
 KEY = bytes(range(32))
 CHUNK = limits.SEALED_CHUNK_BYTES
@@ -87,10 +88,11 @@ class FaultyWire:
     def close(self) -> None:
         self.release()
         for sock in (self.sender, self.receiver, self._from, self._to):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
+            shut_down(sock)
+        # It closes its ends itself: they are its own until then.
         self._thread.join(60)
+        self.sender.close()
+        self.receiver.close()
 
 
 @dataclass

@@ -9,6 +9,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -383,6 +384,27 @@ async def test_multicast_that_the_system_refuses_to_send_shows_until_it_works_ag
         assert responder is not None
         responder.ask()
         assert machine.discovery.state == RUNNING
+
+
+async def test_a_machine_that_stops_as_it_looks_at_its_networks_is_not_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    discovery, made = DiscoveringMachine("m").discovery, list[Any]()
+    asked, answers, look = threading.Event(), threading.Event(), discovery._choose
+
+    def slow() -> tuple[list[str], list[int]]:
+        asked.set()
+        assert answers.wait(60)
+        return look()
+
+    monkeypatch.setattr(discovery, "_choose", slow)
+    monkeypatch.setattr(mdns, "Responder", lambda **options: made.append(options))
+    running = asyncio.create_task(discovery.run())
+    assert await asyncio.to_thread(asked.wait, 60)
+    await discovery.stop()
+    answers.set()
+    await running
+    assert not made
 
 
 async def test_stopping_twice_or_before_the_start_is_nothing_special() -> None:

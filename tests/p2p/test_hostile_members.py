@@ -60,7 +60,8 @@ class Villain:
         dial = Dial(("127.0.0.1", self.victim.port), it.node_id)
         made = PeerConnection(Nobody(), hello, {it.node_id}, dialled=dial)
         context = tls.client_context(me, [it.certificate])
-        self.sessions.append(await transport.connect(lambda: made, dial.address, context))
+        await transport.connect(made, dial.address, context)
+        self.sessions.append(made)
         return made
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fleet_nodes import card, introduce, running, settings, together, until
@@ -234,3 +237,38 @@ async def test_a_machine_is_out_at_once_though_the_key_cannot_be_read(
         assert timer.cancelled() or timer.when() < asyncio.get_running_loop().time()
         away.rename(key)
         await together([a, c])
+
+
+async def test_a_node_that_is_cancelled_without_a_goodbye_takes_nothing_more(tmp_path: Path) -> None:
+    """While its last tasks ended it was given requests and connections, for which nobody made a task."""
+    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    begun, over, broken = asyncio.Event(), asyncio.Event(), list[dict[str, Any]]()
+
+    async def lingers(_peer: str, _body: bytes, _stream: PeerStream) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await over.wait()
+
+    b.handle("linger", lingers)
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(context))
+    async with running(a):
+        await b.open()
+        await introduce(a, b)
+        life = asyncio.create_task(b.run())
+        await together([a, b])
+        connection = a.connection(b.node_id)
+        assert connection is not None
+        connection.request("linger", b"")
+        async with asyncio.timeout(60):
+            await begun.wait()
+            life.cancel()
+            await asyncio.sleep(0)
+            connection.request("linger", b"another")
+            with contextlib.suppress(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", b.port)).close()
+            await connection.gone.wait()
+            over.set()
+            await asyncio.wait([life])
+    assert not broken

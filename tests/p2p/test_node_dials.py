@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_nodes import introduce, running, settings
+from fleet_nodes import WITHIN_S, introduce, running, settings
 
 from fleetd import limits
 from fleetd.errors import PeerUnreachable
+from fleetd.p2p.actions import Dial
+from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.node import Node
-from fleetd.p2p.session import transport
+from fleetd.p2p.session import tls, transport
 from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
 from fleetd.p2p.session.transport import PeerConnection
 
@@ -93,3 +96,85 @@ async def test_a_call_that_is_given_up_before_it_began_can_be_made_again(tmp_pat
         await asyncio.sleep(0)
         assert begun.isdisjoint(a.dialer.under_way.values())
         assert len(peer.dialling) == len(a.dialer.under_way)
+
+
+class _Untold:
+    """An owner that is told nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *told: None
+
+
+async def test_a_call_that_is_given_up_as_its_handshake_ends_leaves_its_number_to_others(
+    tmp_path: Path,
+) -> None:
+    """As the second one of two to one machine."""
+    await _gives_up_as_the_handshake_ends("connect", tmp_path)
+
+
+async def test_a_call_that_is_crowded_out_as_its_handshake_ends_leaves_its_number_to_others(
+    tmp_path: Path,
+) -> None:
+    await _gives_up_as_the_handshake_ends("accept", tmp_path)
+
+
+async def _gives_up_as_the_handshake_ends(cancelled: str, tmp_path: Path) -> None:
+    """asyncio kept the number of the closed socket, and the next one that had it waited without end."""
+    here, there = (Identity.load_or_create(tmp_path / name) for name in ("here", "there"))
+    loop = asyncio.get_running_loop()
+
+    def connection(me: Identity, other: Identity, dialled: Dial | None) -> PeerConnection:
+        hello = Hello(PROTOCOL_VERSIONS, me.node_id, "x", 1, "x", bytes(16), 1)
+        return PeerConnection(_Untold(), hello, {other.node_id}, dialled=dialled)
+
+    near, far = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        address = listener.getsockname()
+        calling = connection(here, there, Dial(address, there.node_id))
+        called = connection(there, here, None)
+
+        async def accepted() -> None:
+            sock, _ = await loop.sock_accept(listener)
+            with sock:  # as the peer port closes it
+                await transport.accept(called, sock, tls.server_context(there, [here.certificate]))
+
+        client = tls.client_context(here, [there.certificate])
+        tasks = {
+            "connect": asyncio.create_task(transport.connect(calling, address, client)),
+            "accept": asyncio.create_task(accepted()),
+        }
+        connections = {"connect": calling, "accept": called}
+        given_up, task, numbers = connections.pop(cancelled), tasks[cancelled], list[int]()
+        made = given_up.connection_made
+
+        def connection_made(shaken: asyncio.BaseTransport) -> None:
+            made(shaken)
+            numbers.append(shaken.get_extra_info("socket").fileno())
+            task.cancel()
+
+        given_up.connection_made = connection_made  # type: ignore[method-assign]
+        await asyncio.wait([task])
+        assert task.cancelled()
+    (number,) = numbers
+    async with asyncio.timeout(WITHIN_S):
+        while _is_open(number):  # noqa: ASYNC110  (nothing tells that a descriptor is closed)
+            await asyncio.sleep(0)
+        with near, far, socket.socket(fileno=os.dup2(near.fileno(), number)) as reused:
+            reused.setblocking(False)
+            reading = asyncio.create_task(loop.sock_recv(reused, 1))
+            await asyncio.sleep(0)
+            far.send(b"x")
+            assert await reading == b"x"
+        for other in connections.values():
+            other.give_up()
+        await asyncio.wait(tasks.values())
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True

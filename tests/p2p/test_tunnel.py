@@ -15,6 +15,7 @@ from strangers import Stranger
 
 from fleetd import limits
 from fleetd.p2p.tunnel import LocalPort, Mouth, Tunnel
+from fleetd.process.used_socket import shut_down
 
 KEY = bytes(range(32))
 SECRET = b"hidden states of a prompt" * 1000
@@ -42,17 +43,18 @@ class KeptWire:
                 target.sendall(data)
         except OSError:
             pass
+        self._shut_down()
+
+    def _shut_down(self) -> None:
         for sock in self._ends:
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
+            shut_down(sock)
 
     def close(self) -> None:
-        for sock in self._ends:
-            sock.close()
+        self._shut_down()
         for thread in self._threads:
             thread.join(60)
+        for sock in self._ends:
+            sock.close()
 
 
 class TunnelEnds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -15,13 +16,16 @@ from fleetd.engine.streams import pipe as pipe_module
 from fleetd.engine.streams.channel import SocketSender
 from fleetd.engine.streams.frames import FrameHeader, Kind
 from fleetd.engine.streams.pipe import SocketPipe
+from fleetd.errors import EngineDied
 from fleetd.p2p.tunnel import LocalPort, Mouth, Tunnel
-from fleetd.process import local_peers
+from fleetd.process import local_peers, used_socket
 from fleetd.process.used_socket import UsedSocket
 from fleetd.sealed import handoff
-from fleetd.sealed.stream import SealedReceiver
+from fleetd.sealed.stream import SealedReceiver, SealedSender
 
 WITHIN_S = 60.0
+# Than asyncio has.
+MORE_THAN_THREADS = 33
 KEY = bytes(range(32))
 
 
@@ -107,6 +111,36 @@ def test_a_mouth_that_is_closed_while_a_thread_accepts(monkeypatch: pytest.Monke
     assert _is_closed(held.sock)
 
 
+def test_a_mouth_is_closed_also_if_the_system_does_not_wake_the_thread_that_accepts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As macOS does not: the thread waited for half an hour, and the port stayed open."""
+    monkeypatch.setattr(used_socket, "shut_down", lambda sock: None)
+    held, mouth = HeldCall(local_peers.accept), Mouth()
+    monkeypatch.setattr(local_peers, "accept", held)
+
+    def opened() -> None:
+        with pytest.raises(TimeoutError, match="no process of fleetd"):
+            mouth.open()
+
+    thread = threading.Thread(target=opened, daemon=True)
+    thread.start()
+    held.assert_open_until_let(mouth.close)
+    thread.join(WITHIN_S)
+    assert not thread.is_alive()
+    assert _is_closed(mouth._listener.sock)
+
+
+def test_who_accepts_asks_again_and_again_whether_anybody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_peers, "_LOOK_S", 0.01)
+    answers = iter([False, False, True])
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(TimeoutError):
+        local_peers.accept(listener, os.getpid(), 10 * WITHIN_S, lambda: next(answers))
+    assert not list(answers)
+
+
 @pytest.mark.parametrize("local", [Mouth, LocalPort])
 def test_a_tunnel_that_is_closed_before_its_thread_begins(
     local: type[Mouth | LocalPort], monkeypatch: pytest.MonkeyPatch
@@ -149,6 +183,54 @@ async def test_a_channel_that_is_closed_while_a_socket_is_handed_over(
             await giving
     assert _is_closed(ours)
     assert _is_closed(given)
+
+
+def test_a_pipe_that_breaks_while_a_short_frame_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the thread that computes, which is none of the pipe's own."""
+    held = HeldCall(SealedSender.send)
+    monkeypatch.setattr(SealedSender, "send", lambda sender, data: held(sender, data))
+    near, far = socket.socketpair()
+    pipe = SocketPipe(near, KEY, "connector", place=lambda head: (), wake=lambda: None, eager=True)
+    computing = threading.Thread(target=pipe.send, args=(FrameHeader(Kind.ALIVE),), daemon=True)
+    computing.start()
+
+    def broke() -> None:
+        far.close()
+        for thread in pipe._threads:
+            thread.join(WITHIN_S)
+
+    held.assert_open_until_let(broke)
+    computing.join(WITHIN_S)
+    assert _is_closed(near)
+    pipe.close()
+
+
+async def test_sockets_that_wait_for_a_worker_hold_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waited on a thread: eight of them for a worker that stood still were half a minute in which the
+    daemon read nothing of its disk."""
+    held = HeldCall(handoff.send)
+    monkeypatch.setattr(handoff, "send", held)
+    ours, theirs = socket.socketpair()
+    pairs = [socket.socketpair() for _ in range(MORE_THAN_THREADS)]
+    with theirs:
+        sender = SocketSender(ours)
+        gives = [
+            asyncio.create_task(sender.give(StreamTag("one", STAGE, KEY, "connector"), given))
+            for given, _ in pairs
+        ]
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                assert await asyncio.to_thread(held.begun.wait, WITHIN_S)
+                assert await asyncio.to_thread(lambda: "read") == "read"
+        finally:
+            sender.close()
+            held.let.set()
+        assert all(
+            isinstance(error, EngineDied) for error in await asyncio.gather(*gives, return_exceptions=True)
+        )
+    for given, kept in pairs:
+        assert _is_closed(given)
+        kept.close()
 
 
 @pytest.mark.parametrize("broken", [False, True])

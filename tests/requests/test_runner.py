@@ -352,6 +352,23 @@ async def test_a_download_is_told_with_its_progress_until_it_ends() -> None:
     assert pulls.running == {}
 
 
+async def test_a_download_that_is_cancelled_before_its_first_step_is_over_for_who_waits_for_it() -> None:
+    """As one is that was asked for as the daemon stopped."""
+    pulls = Pulls(cast("ModelSource", FakeModels(names=[])))
+
+    async def watched() -> None:
+        async for _ in pulls.watch("tiny"):
+            pass
+
+    # In this order, within one turn of the loop.
+    waiting, closing = asyncio.create_task(watched()), asyncio.create_task(pulls.close())
+    async with asyncio.timeout(60.0):
+        await closing
+        with pytest.raises(Draining):
+            await waiting
+    assert pulls.running == {}
+
+
 async def test_the_first_to_leave_does_not_stop_the_others_download(make_runner: Make) -> None:
     models = FakeModels(names=[])
     runner = make_runner(FakePool(answer()), models)

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fault_seams import settled
@@ -385,6 +385,25 @@ async def test_a_client_that_leaves_ends_all_parts() -> None:
         await fleet.others["a"].left.wait()
     await settled(lambda: fleet.ledger.refunded.count("cancelled") == 2, "both rows are closed")
     assert fleet.service.running() == []
+
+
+async def test_a_client_that_leaves_as_a_part_ends_that_it_waited_for_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python 3.11's ``wait_for`` lost the cancellation, and the job went on."""
+    service = Fleet(here=VectorPool()).service
+    monkeypatch.setattr(service, "_able", lambda spread: [machine("a")])
+    # More turns of the loop than it takes until the end of a part is known.
+    for turns in range(6):
+        waiting = asyncio.create_task(service._wait_for_machine(cast("Any", None)))
+        await asyncio.sleep(0)
+        service._part_over.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if waiting.cancel():
+            await asyncio.wait([waiting])
+            assert waiting.cancelled()
+        service._part_over = asyncio.Event()
 
 
 async def test_a_model_that_only_another_machine_has_is_asked_there() -> None:

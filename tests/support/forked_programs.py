@@ -220,10 +220,11 @@ class _ToTheEnd(asyncio.StreamReaderProtocol):
         self.closed.set()
 
 
-async def _reading(sock: socket.socket) -> _ToTheEnd:
+async def _reading(sock: socket.socket) -> tuple[asyncio.Transport, _ToTheEnd]:
+    """The socket is the transport's from now on, also if this is cancelled: if anybody else closed it, its
+    number would stay in asyncio's tables, and the next socket that has it would never be read."""
     sock.setblocking(False)
-    _, protocol = await asyncio.get_running_loop().create_connection(_ToTheEnd, sock=sock)
-    return protocol
+    return await asyncio.get_running_loop().create_connection(_ToTheEnd, sock=sock)
 
 
 class ForkedWorker:
@@ -265,13 +266,16 @@ async def exec_forked(channel: socket.socket, *command: str, **options: Any) -> 
     except asyncio.CancelledError:
         ours.close()
         raise
+    # What of both nothing else closes if this is cancelled.
+    left: socket.socket | asyncio.Transport = ours
     try:
-        return ForkedWorker(pid, await _reading(asked), await _reading(ours))
+        left, status = await _reading(asked)
+        _, stderr = await _reading(ours)
     except asyncio.CancelledError:
         _kill(pid)
-        asked.close()
-        ours.close()
+        left.close()
         raise
+    return ForkedWorker(pid, status, stderr)
 
 
 async def _started(asked: socket.socket) -> int:

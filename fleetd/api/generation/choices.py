@@ -15,6 +15,7 @@ from typing import Self
 
 from fleetd import limits
 from fleetd.engine.protocol import Event, Loading
+from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.job import Planned
 
 Source = Callable[[], AsyncGenerator[Planned | Loading | Event, None]]
@@ -41,9 +42,7 @@ class Choices:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
     async def next(self, timeout_s: float | None) -> tuple[int, Planned | Loading | Event] | None:
         """The next event of any choice; None when all have ended.

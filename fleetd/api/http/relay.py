@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -10,6 +9,7 @@ from aiohttp import web
 
 from fleetd import limits
 from fleetd.api.http.http_stream import HttpStream
+from fleetd.requests.concurrency import with_heartbeats
 
 _SILENCE = "keepalive 0/0"
 
@@ -22,24 +22,7 @@ async def relay(request: web.Request, items: AsyncGenerator[object, None]) -> we
         return await out.finish(_send_all(items, out))
 
 
-async def _next(items: AsyncGenerator[object, None]) -> object | None:
-    return await anext(items, None)
-
-
 async def _send_all(items: AsyncGenerator[object, None], out: HttpStream) -> None:
-    pending: asyncio.Task[object | None] | None = None
-    try:
-        while True:
-            pending = pending or asyncio.create_task(_next(items))
-            finished, _ = await asyncio.wait({pending}, timeout=limits.SSE_KEEPALIVE_S)
-            if not finished:
-                await out.comment(_SILENCE)
-                continue
-            item, pending = pending.result(), None
-            if item is None:
-                return
-            await out.send(item)
-    finally:
-        if pending is not None:
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
+    async with aclosing(with_heartbeats(items, limits.SSE_KEEPALIVE_S)) as beats:
+        async for item in beats:
+            await (out.comment(_SILENCE) if item is None else out.send(item))

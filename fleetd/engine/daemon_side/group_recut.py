@@ -88,11 +88,16 @@ class GroupRecut:
         log.info("group.prepared", model=model.name, reason=new.why)
         waiting = asyncio.ensure_future(ready)
         try:
-            while not waiting.done():
-                if not self._held_ready(model):
-                    raise EngineDied(f"{model.name} is not loaded any more.")
-                await asyncio.wait([waiting], timeout=limits.POOL_CHECK_S)
-            await waiting
+            try:
+                while not waiting.done():
+                    if not self._held_ready(model):
+                        raise EngineDied(f"{model.name} is not loaded any more.")
+                    await asyncio.wait([waiting], timeout=limits.POOL_CHECK_S)
+                await waiting
+            finally:
+                # Before its group is closed, which closes what it has opened by then.
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
             async with self._loader.starting:
                 if not self._held_ready(model) or not self._may_cut(model):
                     raise Overloaded(f"{model.name} is in use again.")
@@ -104,9 +109,6 @@ class GroupRecut:
         except BaseException:
             new.group.close()
             raise
-        finally:
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
 
     async def _unused(self, model: LoadedModel) -> None:
         """Until nobody uses it. Raises Overloaded if that takes too long: machines keep memory for it."""

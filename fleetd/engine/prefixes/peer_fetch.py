@@ -39,6 +39,7 @@ from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, BlockLayout, b
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated, truncated
 from fleetd.errors import FleetError, PeerError, PeerLate, PeerWrong
+from fleetd.process.used_socket import shut_down
 from fleetd.sealed.stream import SealedReceiver
 
 _BLOCK = limits.CACHE_BLOCK_TOKENS
@@ -244,7 +245,7 @@ class PeerFetch:
         self._state, self._targets, self._room_left = FetchState.DONE, None, None
         if self._sock is not None and self._thread is not None:
             # Wakes the thread, which closes it.
-            _shut(self._sock)
+            shut_down(self._sock)
         elif self._sock is not None:
             self._sock.close()
 
@@ -489,10 +490,3 @@ def _wrong(error: Exception) -> FleetError:
         return error
     sent = str(error) if isinstance(error, BlockDamaged) else f"what cannot be used ({type(error).__name__})"
     return PeerWrong(f"It sent {sent}.")
-
-
-def _shut(sock: socket.socket) -> None:
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # it was closed at the other end

@@ -9,12 +9,14 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from fleetd import limits
 from fleetd.engine.protocol import StreamTag
 from fleetd.errors import EngineDied, ProtocolError
+from fleetd.process.joined_threads import joined
 from fleetd.process.used_socket import UsedSocket
 from fleetd.sealed import handoff
 from fleetd.text.decoding import msgpack_decoder
@@ -26,18 +28,24 @@ class SocketSender:
     def __init__(self, channel: socket.socket) -> None:
         channel.settimeout(limits.HANDOFF_S)
         self._channel = UsedSocket(channel)
-        # One message after the other: a thread each, and a message may take more than one write.
-        self._turn = threading.Lock()
+        # One message after the other. Those that wait hold no thread: a worker that stands still would have
+        # all of asyncio's, on which the daemon reads its disk.
+        self._turn = asyncio.Lock()
 
     async def give(self, tag: StreamTag, sock: socket.socket) -> None:
         """Hand over a connected socket, which is closed here in any case. Raises EngineDied."""
-        # A thread that has begun cannot be cancelled; it closes the socket even if no one waits any more.
-        if (error := await asyncio.shield(asyncio.to_thread(self._give, tag, sock))) is not None:
+        # It goes on, and closes the socket, even if no one waits any more.
+        if (error := await asyncio.shield(self._in_turn(tag, sock))) is not None:
             raise EngineDied(f"A stream could not be handed to the engine ({error}).", retry_after_s=1)
+
+    async def _in_turn(self, tag: StreamTag, sock: socket.socket) -> OSError | None:
+        with sock:
+            async with self._turn:
+                return await joined(partial(self._give, tag, sock))
 
     def _give(self, tag: StreamTag, sock: socket.socket) -> OSError | None:
         try:
-            with sock, self._turn, self._channel.used() as channel:
+            with self._channel.used() as channel:
                 handoff.send(channel, msgspec.msgpack.encode(tag), sock)
         except OSError as error:
             return error

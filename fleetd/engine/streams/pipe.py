@@ -144,11 +144,14 @@ class SocketPipe:
         if _cost(parts) > EAGER_BYTES or not self._writing.acquire(blocking=False):
             return False
         try:
-            if not self._writable.poll(0):
-                return False
-            self._sender.send(b"".join(parts))
+            with self._socket.used():
+                if not self._writable.poll(0):
+                    return False
+                self._sender.send(b"".join(parts))
         except FleetError as error:
             self._break(error)
+        except OSError:  # it was ended just now, as ``receive`` tells
+            return False
         finally:
             self._writing.release()
         return True

@@ -8,12 +8,12 @@ The caller chooses the other machine and connects to it. No byte of a model pass
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,6 +23,8 @@ from fleetd.errors import DownloadFailed, ProtocolError
 from fleetd.models import child
 from fleetd.models.copy.messages import CopyLine, CopyNeed, CopyOffer, PartOrder, SendOrder
 from fleetd.models.pull_lines import PullProgress
+from fleetd.process.joined_threads import joined
+from fleetd.process.used_socket import shut_down
 from fleetd.sealed import handoff
 
 #: Asks the other machine for files. Returns a socket on which it sends them, and the stream's key.
@@ -113,7 +115,7 @@ async def _running(module: str, *arguments: str) -> AsyncIterator[tuple[Process,
 
 async def _tell(channel: socket.socket, body: bytes, sock: socket.socket | None = None) -> None:
     try:
-        await asyncio.to_thread(handoff.send, channel, body, sock)
+        await joined(partial(handoff.send, channel, body, sock), stop=partial(shut_down, channel))
     except TimeoutError:
         raise DownloadFailed(
             f"A copying process took no message for {limits.HANDOFF_S:.0f} s.", hint="Try again."

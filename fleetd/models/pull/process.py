@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from fleetd import limits
 from fleetd.errors import BadRequest, DownloadFailed, FleetError, ModelNotFound
 from fleetd.models import catalog, install, manifest, names
 from fleetd.models.gguf.conversion import import_gguf, read_plan
@@ -113,7 +114,9 @@ def run(what: str, work: Callable[[Reporter], str], *, as_json: bool) -> int:
 
 def _end_with_parent() -> None:
     """End the process when stdin ends: the daemon keeps it open for as long as it wants the model."""
-    sys.stdin.buffer.read()
+    # Not sys.stdin: while a thread reads that, Python aborts the process at its end.
+    while os.read(0, limits.KIB):
+        pass
     os.killpg(0, signal.SIGKILL)
 
 

@@ -120,8 +120,10 @@ class Discovery:
     async def _serve(self) -> None:
         """Run one responder until the interfaces change, a socket closes or ``stop`` is called."""
         mdns = await asyncio.to_thread(importlib.import_module, "fleetd.p2p.discovery.mdns")
-        while not self._stopped:
+        while True:
             chosen = await asyncio.to_thread(self._choose)
+            if self._stopped:
+                return  # announced now, it would be found for an hour after its goodbye
             if not any(chosen):
                 self._say("no network interface of this machine can be used for it")
                 await self._pause(limits.DISCOVERY_REFRESH_S)

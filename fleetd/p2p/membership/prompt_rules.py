@@ -11,6 +11,7 @@ others sign, a removal and a new entry too, do not end it.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,7 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.errors import ConfigError
 from fleetd.p2p.membership import keys
+from fleetd.process.joined_threads import joined
 from fleetd.storage import durable
 from fleetd.text.decoding import json_decoder
 
@@ -62,5 +64,9 @@ class PromptRules:
             denied = self._denied - {node_id} if allowed else self._denied | {node_id}
             if not allowed:
                 self._denied = denied
-            await asyncio.to_thread(durable.replace, self._path, msgspec.json.encode(sorted(denied)))
-            self._denied = denied
+            # To its end, even if this is cancelled: the next rule must not reach the disk before it.
+            await joined(partial(self._write, denied))
+
+    def _write(self, denied: frozenset[str]) -> None:
+        durable.replace(self._path, msgspec.json.encode(sorted(denied)))
+        self._denied = denied

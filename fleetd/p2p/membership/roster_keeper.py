@@ -8,7 +8,8 @@ says so.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ from fleetd.p2p.links import Address
 from fleetd.p2p.membership.identity import Identity, short_id
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.membership.roster_file import AddressFile, RosterFile
+from fleetd.p2p.membership.roster_record import RosterRecord
+from fleetd.process.joined_threads import joined
 from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd.p2p")
@@ -101,8 +104,12 @@ class RosterKeeper:
             records, digest = roster.records(), roster.digest()
             if digest != self._saved_digest:
                 self._saved_digest = b""  # unknown if the write fails
-                await asyncio.to_thread(self._file.save, records)
-                self._saved_digest = digest
+                # To its end, even if this is cancelled: the next save must not reach the disk before it.
+                await joined(partial(self._write, records, digest))
+
+    def _write(self, records: Sequence[RosterRecord], digest: bytes) -> None:
+        self._file.save(records)
+        self._saved_digest = digest
 
     def save_soon(self) -> None:
         """Let ``save_when_due`` write both files."""

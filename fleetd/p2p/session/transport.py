@@ -338,6 +338,12 @@ class PeerConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def give_up(self) -> None:
+        """Close at once what nobody waits for any more, however far its handshake is."""
+        # A transport that is cancelled as its handshake ends says good-bye for seconds. If its socket were
+        # closed meanwhile, asyncio would keep the number, and never read the next socket that has it.
+        self.abort(PeerLost("Nobody waits for this connection any more."))
+
     # ---- inside ------------------------------------------------------------------------------------------
 
     def _alive(self) -> Session:
@@ -445,12 +451,12 @@ class PeerConnection(asyncio.Protocol):
         self._owner.closed(self, error)
 
 
-async def accept(make: Callable[[], PeerConnection], sock: socket.socket, context: ssl.SSLContext) -> None:
+async def accept(connection: PeerConnection, sock: socket.socket, context: ssl.SSLContext) -> None:
     """Accept TLS on a socket; returns when the handshake is over. A failed handshake raises no error."""
     loop = asyncio.get_running_loop()
     try:
         await loop.connect_accepted_socket(
-            make,
+            lambda: connection,
             sock,
             ssl=context,
             ssl_handshake_timeout=limits.PEER_HANDSHAKE_S,
@@ -458,11 +464,12 @@ async def accept(make: Callable[[], PeerConnection], sock: socket.socket, contex
         )
     except (OSError, ssl.SSLError, TimeoutError):
         sock.close()
+    except asyncio.CancelledError:
+        connection.give_up()
+        raise
 
 
-async def connect(
-    make: Callable[[], PeerConnection], address: tuple[str, int], context: ssl.SSLContext
-) -> PeerConnection:
+async def connect(connection: PeerConnection, address: tuple[str, int], context: ssl.SSLContext) -> None:
     """Dial, shake hands and wait for the other side's hello.
 
     Raises:
@@ -472,8 +479,8 @@ async def connect(
     loop = asyncio.get_running_loop()
     sock = await open_socket(address)
     try:
-        _, connection = await loop.create_connection(
-            make,
+        await loop.create_connection(
+            lambda: connection,
             sock=sock,
             ssl=context,
             server_hostname=_SERVER_NAME,
@@ -489,17 +496,16 @@ async def connect(
     except (OSError, TimeoutError) as error:
         sock.close()
         raise PeerUnreachable(f"The TLS handshake failed: {error or 'no answer in time'}.") from error
-    except BaseException:
-        sock.close()
+    except asyncio.CancelledError:
+        connection.give_up()
         raise
     try:
         await asyncio.shield(connection.ready)
     except asyncio.CancelledError:
         # Two sessions that open at the same time cancel each other's dial; the mesh decides which one stays.
         if not connection.ready.done():
-            connection.abort(PeerLost("Another connection was faster."))
+            connection.give_up()
         raise
-    return connection
 
 
 async def open_socket(address: tuple[str, int]) -> socket.socket:

@@ -152,7 +152,8 @@ class StageServer:
         folder = await self._folder(peer, ask, stream)
         if (before := self._held.get((peer, ask.after))) is not None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(before.freed.wait(), limits.GROUP_AGAIN_S)
+                async with asyncio.timeout(limits.GROUP_AGAIN_S):
+                    await before.freed.wait()
 
         def loading(step: Loading | Prefill) -> None:
             if isinstance(step, Loading):

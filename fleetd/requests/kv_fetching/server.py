@@ -21,6 +21,8 @@ from fleetd.cache.index import FoundBlocks
 from fleetd.cache.service import DiskCache
 from fleetd.errors import Forbidden
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.process.joined_threads import joined
+from fleetd.process.used_socket import shut_down
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.choice import checked_by
@@ -115,16 +117,9 @@ class BlockServer:
             raise Forbidden("This machine's prompts are not for that one.")
 
     async def _send(self, machine: str, sock: socket.socket, key: bytes, names: list[bytes]) -> None:
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._threads, self._send_all, machine, sock, key, names)
-        try:
-            await asyncio.shield(work)
-        except asyncio.CancelledError:
-            # The thread ends at its next byte.
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            await asyncio.wait({work})
-            raise
+        work = partial(self._send_all, machine, sock, key, names)
+        # Stopped, the thread ends at its next byte.
+        await joined(work, stop=partial(shut_down, sock), threads=self._threads)
 
     def _send_all(self, machine: str, sock: socket.socket, key: bytes, names: list[bytes]) -> None:
         store: BlockStore = self._cache.open_store()

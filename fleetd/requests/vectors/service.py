@@ -264,7 +264,8 @@ class VectorService:
             raise spread.failure
         began_s = self._monotonic()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._part_over.wait(), _LOOK_S)
+            async with asyncio.timeout(_LOOK_S):
+                await self._part_over.wait()
         if any(machine.chats for machine in able):
             spread.record.left_to_chats(began_s, self._monotonic())
 
