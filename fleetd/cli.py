@@ -97,7 +97,7 @@ def cli() -> None:
 
     \b
     Exit codes: 0 stopped as asked, 1 other failure, 2 wrong setting, 3 already running,
-    4 HTTP address in use, 5 socket path too long.
+    4 address in use, 5 socket path too long.
     """
 
 
