@@ -1,7 +1,7 @@
 """The ``fleetd`` command. ``fleetctl`` is the client; this starts the daemon and shows its settings.
 
 Exit codes: 0 stopped as asked · 1 any other failure · 2 a setting or option is wrong · 3 already running on
-this home · 4 the HTTP address is taken · 5 the socket path is too long.
+this home · 4 an address is taken · 5 the socket path is too long.
 """
 
 from __future__ import annotations
@@ -90,7 +90,20 @@ _KEYS = {
 }
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Daemon(click.Group):
+    """Says of what is not its own where most commands are."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            error.message += " `fleetctl` asks the daemon: `fleetctl --help` lists its commands."
+            raise
+
+
+@click.group(cls=_Daemon, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="fleetd")
 def cli() -> None:
     """The daemon of this machine: it serves models to programs here and to paired machines.
