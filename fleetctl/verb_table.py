@@ -48,8 +48,8 @@ _UNINSTALL = (
     " names stays."
 )
 _LOGS = (
-    "The log is in the terminal of `fleetd run`. That of a service is in `journalctl --user -u fleetd` (without"
-    " --user for a --system one), or on a Mac in fleetd.log in the home."
+    "The log is in the terminal of `fleetd run`. That of a service is in `journalctl --user -u fleetd`"
+    " (without --user for a --system one), or on a Mac in fleetd.log in the home."
 )
 _SETTINGS = "`fleetd config show` lists the settings; the page of `fleetctl open` changes them."
 _OF_MODELS = ("add", "list", "load", "pin", "pull", "remove", "search", "unload", "unpin", "verify")

@@ -99,8 +99,8 @@ class _Daemon(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            error.message += " `fleetctl` asks the daemon: `fleetctl --help` lists its commands."
-            raise
+            rest = "`fleetctl` asks the daemon: `fleetctl --help` lists its commands."
+            raise click.UsageError(f"{error.format_message()} {rest}", ctx) from None
 
 
 @click.group(cls=_Daemon, context_settings={"help_option_names": ["-h", "--help"]})

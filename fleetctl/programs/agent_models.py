@@ -45,4 +45,5 @@ def how_to_start(models: ModelListing, agent: str, context_tokens: int) -> str:
     if name in installed | {model.name for model in models.installed}:
         return f"{one_line(name)} can: `{start}`.{better}"
     here = f"fits here {freed}" if freed and name == best else "fits here"
-    return f"{one_line(name)} can, and {here}: `fleetctl models pull {one_line(name)}`, then `{start}`.{better}"
+    pull = f"fleetctl models pull {one_line(name)}"
+    return f"{one_line(name)} can, and {here}: `{pull}`, then `{start}`.{better}"

@@ -25,8 +25,8 @@ _TOKENS = 1000
 # step_names.PULLED, whose module is not loaded here.
 _PULLED = "pulled"
 _GUESS = (
-    "The files of {} are fetched first. The time is a guess for that alone: how fast they come, and how fast the"
-    " prompt is read, is not known yet."
+    "The files of {} are fetched first. The time is a guess for that alone: how fast they come, and how fast"
+    " the prompt is read, is not known yet."
 )
 
 
