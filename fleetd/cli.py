@@ -90,8 +90,8 @@ _KEYS = {
 }
 
 
-class _Daemon(click.Group):
-    """Says of what is not its own where most commands are."""
+class _OwnCommands(click.Group):
+    """The commands of ``fleetd``, which leads to those of ``fleetctl``."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -103,7 +103,7 @@ class _Daemon(click.Group):
             raise click.UsageError(f"{error.format_message()} {rest}", ctx) from None
 
 
-@click.group(cls=_Daemon, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_OwnCommands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="fleetd")
 def cli() -> None:
     """The daemon of this machine: it serves models to programs here and to paired machines.
