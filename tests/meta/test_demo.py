@@ -183,8 +183,8 @@ def test_what_two_machines_hold_is_said_of_each(held: Any) -> None:
     front = {"members": [{"name": "garage", "first": 14, "last": 30}], "shape": {"weights_bytes": 101e6}}
     part = {"first_layer": 14, "last_layer": 30, "shape": {"weights_bytes": 80e6}}
     assert held.shares(front, part) == [
-        "here       layers 0 to 14, both ends: 101 MB",
-        "garage     layers 14 to 30: 80 MB",
+        "here       layers 0-13, both ends: 101 MB",
+        "garage     layers 14-29: 80 MB",
     ]
 
 
