@@ -24,6 +24,7 @@ ANSWER_S = 300.0
 PAIR_S = 60.0
 # Unix socket paths are limited to about 100 bytes, and some temporary folders are deep.
 LONGEST_TMP = 60
+BUSY = "If other programs keep this computer busy, try again later."
 
 
 def say(text: str = "") -> None:
@@ -101,7 +102,7 @@ def wait_ready(process: subprocess.Popen[bytes], path: Path, log: Path) -> None:
                 time.sleep(0.05)
             else:
                 return
-    fail(f"the daemon was not ready within {READY_S:.0f} s", log)
+    fail(f"the daemon was not ready within {READY_S:.0f} s. {BUSY}", log)
 
 
 def command_line(machine: Machine, *arguments: str) -> list[str | Path]:
@@ -123,7 +124,7 @@ def fleetctl(machine: Machine, *arguments: str, limit_s: float, stdin: str = "")
             **given,
         )
     except subprocess.TimeoutExpired:
-        fail(f"`fleetctl {arguments[0]}` took longer than {limit_s:.0f} s", machine.log)
+        fail(f"`fleetctl {arguments[0]}` took longer than {limit_s:.0f} s. {BUSY}", machine.log)
     if done.returncode:
         fail(f"`fleetctl {arguments[0]}` failed with exit status {done.returncode}", machine.log)
     lines = done.stdout.splitlines()

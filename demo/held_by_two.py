@@ -11,6 +11,7 @@ from typing import Any
 from daemons import ANSWER_S, MODEL, Machine, daemon, fail, fleetctl, pair, say, wait_usable
 from together import engine
 
+from fleetctl.render.text import layers
 from fleetd.models.memory_need import WORKING_BYTES
 
 QUESTION = "Write a story about a fox, in three sentences."
@@ -68,8 +69,8 @@ def shares(front: Any, part: Any) -> list[str]:
     (member,) = front["members"]
     here, there = (each["shape"]["weights_bytes"] / 1e6 for each in (front, part))
     return [
-        f"here       layers 0 to {member['first']}, both ends: {here:.0f} MB",
-        f"{member['name']:10} layers {part['first_layer']} to {part['last_layer']}: {there:.0f} MB",
+        f"here       {layers(0, member['first'])}, both ends: {here:.0f} MB",
+        f"{member['name']:10} {layers(part['first_layer'], part['last_layer'])}: {there:.0f} MB",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import shutil
 import sys
@@ -14,8 +15,8 @@ import click
 
 from fleetctl.connection.client import Client
 from fleetctl.connection.home import Address, locate
-from fleetctl.exits import Exit, exit_code_help, exit_for
-from fleetctl.verb_table import GROUPS, VERBS
+from fleetctl.exits import Exit, exit_for
+from fleetctl.verb_table import GROUPS, INSTEAD, VERBS
 from fleetd import __version__
 from fleetd.errors import FleetError
 from fleetd.text.terminal_text import json_text, printable
@@ -95,6 +96,11 @@ class LazyGroup(click.Group):
             with formatter.section(group):
                 formatter.write_dl([(verb.ljust(width), what) for verb, what in verbs.items()])
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the exit codes."""
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(f"{code.value:>3}", code.meaning) for code in Exit])
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
@@ -110,17 +116,14 @@ class LazyGroup(click.Group):
             import difflib
 
             near = difflib.get_close_matches(args[0], VERBS, n=1)
-            maybe = f" Did you mean '{near[0]}'?" if near else ""
-            if args[0] in ("settings", "config"):
-                maybe = " `fleetd config show` lists the settings; the page of `fleetctl open` changes them."
-            raise click.UsageError(f"No such command '{printable(args[0])}'.{maybe}", ctx)
+            instead = INSTEAD.get(args[0]) or (f"Did you mean '{near[0]}'?" if near else "")
+            raise click.UsageError(f"No such command '{printable(args[0])}'. {instead}".rstrip(), ctx)
         return super().resolve_command(ctx, args)
 
 
 @click.group(
     cls=LazyGroup,
     invoke_without_command=True,
-    epilog="\b\n" + exit_code_help(),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.option(
@@ -175,12 +178,11 @@ def main(arguments: list[str] | None = None) -> int:
     session = CliSession()
     try:
         result = fleetctl.main(arguments, prog_name="fleetctl", standalone_mode=False, obj=session)
-    except click.UsageError as error:
-        error.show()
-        return Exit.USAGE
     except click.ClickException as error:
-        error.show()
-        return Exit.ERROR
+        shown = io.StringIO()
+        error.show(shown)
+        note(shown.getvalue().rstrip("\n"))
+        return Exit.USAGE if isinstance(error, click.UsageError) else Exit.ERROR
     except (click.Abort, KeyboardInterrupt):
         return Exit.INTERRUPTED
     except FleetError as error:

@@ -79,8 +79,3 @@ def exit_for(error: FleetError) -> Exit:
     if isinstance(error, PeerError):
         return Exit.PEER
     return Exit.REFUSED if 400 <= error.status < 500 else Exit.FAILED
-
-
-def exit_code_help() -> str:
-    """The table shown in `fleetctl --help` and in the docs."""
-    return "Exit codes:\n" + "\n".join(f"  {code.value:>3}  {code.meaning}" for code in Exit)

@@ -39,3 +39,34 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     },
 }
 VERBS = tuple(sorted(verb for group in GROUPS.values() for verb in group))
+_START = "`fleetd run` starts the daemon in this terminal, `fleetctl service install` at each login."
+_STOP = "Ctrl-C ends `fleetd run`; `fleetctl service uninstall` ends the service and keeps its home."
+_RESTART = "Ctrl-C and `fleetd run`; of a service, `fleetctl service install` once more."
+_UPGRADE = "Install the new fleetd as you installed this one, then start the daemon again."
+_UNINSTALL = (
+    "`fleetctl service uninstall`, then remove fleetd as you installed it. The home that `fleetctl status`"
+    " names stays."
+)
+_LOGS = (
+    "The log is in the terminal of `fleetd run`. That of a service is in `journalctl --user -u fleetd`"
+    " (without --user for a --system one), or on a Mac in fleetd.log in the home."
+)
+_SETTINGS = "`fleetd config show` lists the settings; the page of `fleetctl open` changes them."
+_OF_MODELS = ("add", "list", "load", "pin", "pull", "remove", "search", "unload", "unpin", "verify")
+# What people type that is no verb → what to do in its place.
+INSTEAD: Mapping[str, str] = {
+    "help": "`fleetctl --help` lists them, `fleetctl chat --help` explains one.",
+    "ask": "`fleetctl chat` asks the model.",
+    **dict.fromkeys(("run", "serve", "start"), _START),
+    "stop": _STOP,
+    "restart": _RESTART,
+    **dict.fromkeys(("log", "logs"), _LOGS),
+    **dict.fromkeys(("update", "upgrade"), _UPGRADE),
+    "uninstall": _UNINSTALL,
+    **dict.fromkeys(("config", "settings"), _SETTINGS),
+    **{verb: f"That is `fleetctl models {verb}`." for verb in _OF_MODELS},
+    "ls": "`fleetctl models` lists the models.",
+    "rm": "`fleetctl models remove` deletes a model.",
+    "ps": "`fleetctl status` shows what runs.",
+    "machines": "`fleetctl peers` shows the machines.",
+}

@@ -1,7 +1,7 @@
 """The ``fleetd`` command. ``fleetctl`` is the client; this starts the daemon and shows its settings.
 
 Exit codes: 0 stopped as asked · 1 any other failure · 2 a setting or option is wrong · 3 already running on
-this home · 4 the HTTP address is taken · 5 the socket path is too long.
+this home · 4 an address is taken · 5 the socket path is too long.
 """
 
 from __future__ import annotations
@@ -90,14 +90,27 @@ _KEYS = {
 }
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _OwnCommands(click.Group):
+    """The commands of ``fleetd``, which leads to those of ``fleetctl``."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            rest = "`fleetctl` asks the daemon: `fleetctl --help` lists its commands."
+            raise click.UsageError(f"{error.format_message()} {rest}", ctx) from None
+
+
+@click.group(cls=_OwnCommands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="fleetd")
 def cli() -> None:
     """The daemon of this machine: it serves models to programs here and to paired machines.
 
     \b
     Exit codes: 0 stopped as asked, 1 other failure, 2 wrong setting, 3 already running,
-    4 HTTP address in use, 5 socket path too long.
+    4 address in use, 5 socket path too long.
     """
 
 

@@ -3,7 +3,7 @@
     FleetError                      code, status, hint
     ├─ ConfigError                  a setting is wrong: says which, where, and the nearest valid name
     ├─ AlreadyRunning               a second daemon on one home
-    ├─ PortInUse                    the HTTP address is taken
+    ├─ PortInUse                    an address of the daemon is taken
     ├─ SocketPathTooLong            the platform's limit on Unix socket paths
     ├─ BadRequest                   the request cannot mean anything
     │  ├─ InvalidValue              a parameter is out of range or of the wrong type

@@ -73,7 +73,9 @@ def clocks(clock: ClockOffsets | None, *, synchronised: bool | None = None) -> l
     known = [(o, o.offset_s) for o in (clock.peers if clock else None) or () if o.offset_s is not None]
     if not known:
         what = "Nothing keeps this machine's clock right."
-        return [warn("clocks", what, fix)] if synchronised is False else []
+        # Only Linux tells.
+        here = "Switch time synchronisation on: `sudo timedatectl set-ntp true`."
+        return [warn("clocks", what, here)] if synchronised is False else []
     off = []
     for offset, off_s in known:
         if abs(off_s) > _CLOCK_S:

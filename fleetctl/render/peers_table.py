@@ -30,10 +30,8 @@ def render(fleet: FleetView, width: int | None) -> str:
             "\n".join(_rows(sorted(fleet.peers, key=lambda p: (p.name.casefold(), p.node_id)), width))
         )
     else:
-        parts.append(
-            "No other machine is paired with this one.\n"
-            "Pair one: `fleetctl pair` here, then `fleetctl join CODE` there."
-        )
+        alone = "Pair one: `fleetctl pair` here, then `fleetctl join CODE` there."
+        parts.append(f"No other machine is paired with this one.\n{wrapped(alone, width)}")
     if fleet.late:
         parts.append(click.style(wrapped(crowd_of(fleet.late), width), fg="yellow"))
     for configured in fleet.unanswered:

@@ -22,6 +22,12 @@ from fleetd.control.prefill_plan import AddedView, KnownMachines, PlanView, Step
 
 # Of a prompt that is not named.
 _TOKENS = 1000
+# step_names.PULLED, whose module is not loaded here.
+_PULLED = "pulled"
+_GUESS = (
+    "The files of {} are fetched first. The time is a guess for that alone: how fast they come, and how fast"
+    " the prompt is read, is not known yet."
+)
 
 
 @click.command("plan")
@@ -137,6 +143,8 @@ def render(plan: PlanView, width: int | None, *, estimated: bool = False) -> str
     chosen = next((option for option in plan.options if option.chosen), None)
     if chosen is not None and chosen.steps:
         parts.append("\n".join([wrapped(f"* {division(chosen)}", width), *_steps(chosen.steps, width)]))
+        if any(step.name == _PULLED for step in chosen.steps):
+            parts.append(wrapped(_GUESS.format(one_line(plan.model)), width))
     parts += [wrapped(one_line(sentence), width) for sentence in plan.capped]
     if plan.drafts is not None:
         parts.append(wrapped(drafts_line(plan.drafts), width))

@@ -33,7 +33,8 @@ def no_images(model: str, where: str, why: str = "") -> UnsupportedParameter:
     """
     return UnsupportedParameter(
         f"{model} reads text only: it cannot be sent images. {why}".rstrip(),
-        hint="Send text, or choose a model that reads images (fleetctl models).",
+        hint="Send text, or ask a Mistral 3 or a Gemma 3 with its image encoder; `fleetctl models` says which"
+        " models read images.",
         param=where,
     )
 

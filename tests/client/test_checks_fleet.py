@@ -297,6 +297,7 @@ def test_with_nobody_to_compare_with_a_clock_that_nobody_keeps_is_told() -> None
     assert bad(ALONE, clock={"peers": []}) == []
     assert bad(ALONE, clock={"peers": []}, clock_synchronised=None) == []
     assert bad(ALONE, clock={"peers": []}, clock_synchronised=False) == [("clocks", "warn")]
+    assert "timedatectl" in one("clocks", ALONE, clock={"peers": []}, clock_synchronised=False).fix
     assert bad(WELL, clock_synchronised=False) == []
 
 

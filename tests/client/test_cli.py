@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import threading
 from pathlib import Path
@@ -14,11 +15,12 @@ import msgspec
 import pytest
 from fake_daemon import FLEET, FLEETCTL, REPO, STATUS, FakeDaemon, Reply, Run, data
 from interrupting import interrupt
+from terminals import FakeTerminal
 
-from fleetctl.cli import VERBS, fleetctl
+from fleetctl.cli import VERBS, fleetctl, main
 from fleetctl.exits import Exit
 from fleetctl.render.models_table import models_page, recommended_line
-from fleetctl.verb_table import GROUPS
+from fleetctl.verb_table import GROUPS, INSTEAD
 from fleetctl.verbs import status, usage
 from fleetd import errors
 from fleetd.control import model_change
@@ -75,6 +77,53 @@ def test_no_line_of_the_help_is_cut_or_wider_than_80(
     env["COLUMNS"] = "80"
     lines = run(*path, "--help").stdout.splitlines()
     assert not [line for line in lines[1:] if line.endswith("...") or len(line) > 80]
+
+
+def test_the_exit_codes_of_the_help_are_broken_between_words(run: Run, env: dict[str, str]) -> None:
+    env["COLUMNS"] = "60"
+    lines = run("--help").stdout.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert "    7  another machine is at fault, or none can run the" in lines
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("pull", "That is `fleetctl models pull`."),
+        ("logs", "journalctl --user -u fleetd"),
+        ("stop", "Ctrl-C ends `fleetd run`"),
+        ("config", "`fleetd config show`"),
+        ("statuss", "Did you mean 'status'?"),
+    ],
+)
+def test_what_is_no_verb_leads_to_what_is_meant(run: Run, word: str, said: str) -> None:
+    done = run(word)
+    assert done.returncode == Exit.USAGE
+    assert f"No such command '{word}'. " in done.stderr
+    assert said in done.stderr
+
+
+def test_what_is_wrong_with_a_command_line_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    terminal = FakeTerminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    assert main(["logs"]) == Exit.USAGE
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= 60
+    assert "Try 'fleetctl --help' for help." in lines
+    assert "Error: No such command 'logs'. The log is in the terminal of" in lines
+
+
+def test_other_words_than_verbs_are_no_verbs_and_name_commands_that_there_are() -> None:
+    context = click.Context(fleetctl)
+    assert not set(INSTEAD) & set(VERBS)
+    for said in INSTEAD.values():
+        for verb, inner in re.findall(r"`fleetctl ([a-z]+)(?: ([a-z]+))?", said):
+            command = fleetctl.get_command(context, verb)
+            assert command is not None, said
+            if inner:
+                assert isinstance(command, click.Group)
+                assert inner in command.commands, said
 
 
 def test_the_help_says_of_each_verb_in_few_words_what_it_does() -> None:

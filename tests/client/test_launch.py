@@ -269,7 +269,8 @@ def test_an_agent_that_is_not_installed_is_missed_after_a_model_that_cannot(
         ({}, "`fleetctl models pull qwen3.5-4b`, then `fleetctl launch -m qwen3.5-4b codex`"),
         (
             {"recommended": ["coding"], "fit": {"where": "freed", "short_bytes": 3_500_000_000}},
-            "qwen3-8b can, and fits here once 3.5 GB more of memory are free: `fleetctl models pull ",
+            "qwen3.5-4b can, and fits here: `fleetctl models pull qwen3.5-4b`, then `fleetctl launch "
+            "-m qwen3.5-4b codex`. qwen3-8b is recommended, once 3.5 GB more of memory are free.",
         ),
         ({"context_tokens": 300_000}, "No model of the catalog fits this machine"),
     ],
@@ -279,6 +280,17 @@ def test_the_best_model_that_fits_is_named_with_the_line_to_type(changes: dict[s
     models = msgspec.convert({**LISTING, "catalog": [huge, {**first, **changes}, second]}, ModelListing)
     context = 300_001 if "context_tokens" in changes else 32_768
     assert line in how_to_start(models, "codex", context)
+
+
+def test_a_model_that_fits_once_memory_is_freed_is_better_than_none() -> None:
+    freed = {"fit": {"where": "freed", "short_bytes": 3_500_000_000}}
+    models = msgspec.convert(
+        {**LISTING, "catalog": [{**entry, **freed} for entry in LISTING["catalog"]]}, ModelListing
+    )
+    line = how_to_start(models, "codex", 32_768)
+    assert line.startswith(
+        "huge can, and fits here once 3.5 GB more of memory are free: `fleetctl models pull "
+    )
 
 
 def test_an_installed_model_with_tools_and_context_comes_before_a_download_that_is_not_recommended() -> None:

@@ -203,6 +203,12 @@ def test_what_to_type_next(value: dict[str, Any], said: str) -> None:
     assert said in page(value)
 
 
+def test_a_machine_alone_has_lines_of_the_terminals_width() -> None:
+    lines = page(changed(peers=[], neighbours=[]), 60).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert lines[-2:] == ["Pair one: `fleetctl pair` here, then `fleetctl join CODE`", "there."]
+
+
 # ---- The command -----------------------------------------------------------------------------------------
 
 

@@ -54,6 +54,13 @@ def test_candidates_with_their_prices_and_why_not() -> None:
     )
 
 
+def test_the_time_of_a_model_that_has_to_be_fetched_is_called_a_guess() -> None:
+    pulled = {**LOCAL, "chosen": True, "predicted_s": 120.0, "steps": [{"name": "pulled", "seconds": 120.0}]}
+    told = "The files of smollm2-135m are fetched first. The time is a guess for that alone"
+    assert told in page({**PLAN, "options": [pulled]}, None)
+    assert "guess" not in page(PLAN)
+
+
 CAPPED = "liar claims prefill of 1e+12 tok/s, of which 32,000 are believed: its hardware can do no more."
 
 

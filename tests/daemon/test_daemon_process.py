@@ -297,3 +297,11 @@ def test_config_show_names_every_origin(home: Path) -> None:
     assert settings["log.level"]["origin"] == "environment FLEETD_LOG_LEVEL"
     assert settings["usage.keep_days"]["origin"] == f"{home / 'fleetd.toml'}, line 2"
     assert settings["models.default"]["origin"] == "default"
+
+
+def test_a_command_of_fleetctl_leads_there() -> None:
+    out = subprocess.run(
+        [sys.executable, "-m", "fleetd", "status"], capture_output=True, text=True, timeout=60
+    )
+    assert out.returncode == 2
+    assert "No such command 'status'. `fleetctl` asks the daemon" in out.stderr

@@ -100,6 +100,21 @@ def test_an_answer_is_told_in_the_terms_of_its_headers(
     assert told_together.endswith("answered by studio · layers; nodes=studio,this · exactness exact")
 
 
+def test_a_command_that_takes_too_long_says_what_to_do(
+    demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import daemons
+
+    def late(command: list[str], **options: Any) -> None:
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", late)
+    with pytest.raises(SystemExit):
+        daemons.fleetctl(demo.Machine("studio", Path("home"), {}), "chat", limit_s=300.0)
+    said = capsys.readouterr().err
+    assert "`fleetctl chat` took longer than 300 s. If other programs keep this computer busy, try" in said
+
+
 def picture_maker() -> dict[str, Any]:
     return runpy.run_path(str(REPO / "docs" / "generate_demo_picture.py"))
 
@@ -168,8 +183,8 @@ def test_what_two_machines_hold_is_said_of_each(held: Any) -> None:
     front = {"members": [{"name": "garage", "first": 14, "last": 30}], "shape": {"weights_bytes": 101e6}}
     part = {"first_layer": 14, "last_layer": 30, "shape": {"weights_bytes": 80e6}}
     assert held.shares(front, part) == [
-        "here       layers 0 to 14, both ends: 101 MB",
-        "garage     layers 14 to 30: 80 MB",
+        "here       layers 0-13, both ends: 101 MB",
+        "garage     layers 14-29: 80 MB",
     ]
 
 

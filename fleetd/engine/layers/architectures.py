@@ -103,9 +103,7 @@ _GEMMA4 = Architecture(
     windows="yes",
 )
 # Attends to one new token otherwise than to several.
-_DEEPSEEK3 = Architecture(mask_array=True, chunks="same")
-
-_LATENT_ARRAY = Architecture(mask_array=True, chunks="same")
+_LATENT = Architecture(mask_array=True, chunks="same", other_blocks=True)
 _HYBRID = Architecture(whole=_STATE)
 _TEXT = "language_model"
 
@@ -146,8 +144,8 @@ CUT: dict[str, Architecture] = {
     "cohere": Architecture(logits="times_logit_scale"),
     "cohere2": Architecture(logits="times_logit_scale", chunks="same", windows="yes"),
     "deepseek_v2": _PLAIN,
-    "deepseek_v3": replace(_DEEPSEEK3, other_blocks=True),
-    "deepseek_v32": replace(_LATENT_ARRAY, whole=_INDEX, other_blocks=True),
+    "deepseek_v3": _LATENT,
+    "deepseek_v32": replace(_LATENT, whole=_INDEX),
     "ernie4_5": _PLAIN,
     "exaone4": _WINDOWS,
     "falcon_h1": Architecture(
@@ -194,8 +192,8 @@ CUT: dict[str, Architecture] = {
     "gemma3n": replace(
         _GEMMA4, text="model.language_model", body="", call="reused caches", between="several states"
     ),
-    "glm4_moe_lite": _LATENT_ARRAY,
-    "glm_moe_dsa": replace(_LATENT_ARRAY, whole=_INDEX, other_blocks=True),
+    "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": replace(_LATENT, whole=_INDEX),
     "granitemoehybrid": Architecture(
         scale="embedding_multiplier",
         logits="over_logits_scaling",
@@ -205,7 +203,7 @@ CUT: dict[str, Architecture] = {
     ),
     "hunyuan": Architecture(call="given keys", between="keys"),
     "jamba": Architecture(norm="final_layernorm", whole=_STATE),
-    "kimi_k25": replace(_DEEPSEEK3, text=_TEXT),
+    "kimi_k25": replace(_LATENT, text=_TEXT),
     "kimi_k3": Architecture(
         text=_TEXT,
         call="residual blocks",
@@ -218,14 +216,14 @@ CUT: dict[str, Architecture] = {
     "kimi_linear": Architecture(mask_array=True, chunks="same", whole=_STATE, other_blocks=True),
     "lfm2": Architecture(norm="embedding_norm", whole=_STATE),
     "lfm2_moe": Architecture(norm="embedding_norm", whole=_STATE),
-    "longcat_flash": replace(_LATENT_ARRAY, whole=_TWICE, other_blocks=True),
+    "longcat_flash": replace(_LATENT, whole=_TWICE),
     "mamba2": Architecture(
         body="backbone", embed="embeddings", norm="norm_f", chunks="same", whole=_STATE, other_blocks=True
     ),
     "minimax": _PLAIN,
     "minimax_m3_vl": Architecture(text=_TEXT, chunks="same", whole=_INDEX, other_blocks=True),
     "ministral3": Architecture(call="scaled queries", chunks="same", whole=_SCALED, windows="where set"),
-    "mistral4": Architecture(call="scaled queries", chunks="same", whole=_SCALED),
+    "mistral4": Architecture(call="scaled queries", chunks="same", whole=_SCALED, other_blocks=True),
     "nemotron_h": Architecture(
         body="backbone",
         embed="embeddings",

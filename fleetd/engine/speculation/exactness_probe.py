@@ -9,8 +9,9 @@ every width is tried, and the verdict holds for contexts up to the largest one t
 arithmetic is exact by construction (``cpu.py``, with MKL) a few widths stand for all, and so do the contexts
 at which its own sums are cut.
 
-If even blocks of two tokens have other bytes, single steps are tried two rows wide (``canonical_width``): if
-blocks have the bytes of those, and they cost next to nothing, answers are decoded so.
+If even blocks of two tokens have other bytes, and every width was tried, single steps are tried two rows
+wide (``canonical_width``): if blocks have the bytes of those, and they cost next to nothing, answers are
+decoded so.
 
 The passes are timed as well: they are the first points of the cost curve.
 """

@@ -144,7 +144,7 @@ class AssistServer:
         folder = await self._context.model_by_digest(asked.model, asked.digest)
         if not self._lent.holds(folder, asked.first, asked.last):
             if (part := self._lent.part(folder)) is not None:
-                raise Overloaded(f"This machine has layers {part[0]} to {part[1]} of {folder.name} already.")
+                raise Overloaded(f"This machine has layers {part[0]}-{part[1] - 1} of {folder.name} already.")
             self._check_room(asked, folder.name)
             self._warming = asyncio.create_task(self._load(folder, asked.first, asked.last))
         stream.send(ALIVE)
