@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,16 @@ class Seer:
         products.to_float32(reader)
         self.reader: ImageReader = reader
 
-    def prepared(self, name: str, messages: list[dict[str, Any]], **fields: Any) -> PreparedPrompt:
+    def prepared(
+        self,
+        name: str,
+        messages: list[dict[str, Any]],
+        cache_marks: Sequence[tuple[int, int]] = (),
+        **fields: Any,
+    ) -> PreparedPrompt:
         fields = {"max_tokens": 8} | fields
-        request = Generate(name, ChatPrompt(messages), Sampling(temperature=0.0), **fields)
+        prompt = ChatPrompt(messages, cache_marks=list(cache_marks))
+        request = Generate(name, prompt, Sampling(temperature=0.0), **fields)
         vocab = int(self.config["text_config"]["vocab_size"])
         return prepare(request, self.tokenizer, vocab, images=self.reader, model="seer", borders=True)
 
