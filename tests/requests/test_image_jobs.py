@@ -29,7 +29,7 @@ from fleetd.errors import NotFound, UnsupportedParameter
 from fleetd.models.model_names import ModelNames
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.model_speeds import ModelSpeeds
-from fleetd.requests.job import CHARS_PER_TOKEN, IMAGE_TOKENS, Job
+from fleetd.requests.job import CHARS_PER_TOKEN, IMAGE_TOKENS, Job, prompt_text
 from fleetd.requests.ledger import Ledger
 from fleetd.requests.members.members import Members
 from fleetd.requests.metrics import Metrics
@@ -157,6 +157,28 @@ def test_an_image_counts_as_tokens_and_not_as_bytes() -> None:
     )
     more = len(small.prompt_text) - len(text.prompt_text)
     assert more == IMAGE_TOKENS * CHARS_PER_TOKEN
+
+
+def test_what_was_read_of_one_image_is_nothing_of_another() -> None:
+    """Machines are known to have what they were asked before, by the text."""
+
+    def asked(file: bytes, *more: dict[str, object]) -> str:
+        first = {"role": "user", "content": "Look: what?", IMAGES: [(5, file)]}
+        return prompt_text(Generate("r", ChatPrompt([first, *more])))
+
+    def common(a: str, b: str) -> str:
+        return a[: next(at for at, pair in enumerate(zip(a, b, strict=False)) if len(set(pair)) > 1)]
+
+    one, other = asked(b"a file" * 5000), asked(b"b file" * 5000)
+    assert len(one) == len(other)
+    assert common(one, other).endswith("Look:")
+    later = asked(b"a file" * 5000, {"role": "assistant", "content": "A cat."})
+    assert common(one, later).endswith(" what?'}")
+
+
+def test_images_in_another_form_are_left_to_the_worker() -> None:
+    message = {"role": "user", "content": "Look", IMAGES: "no list"}
+    assert "Look" in prompt_text(Generate("r", ChatPrompt([message])))
 
 
 def test_marks_that_only_selection_understands_move_no_image() -> None:
