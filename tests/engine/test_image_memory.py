@@ -138,6 +138,13 @@ def test_each_step_of_reading_an_image_is_progress(seer: Seer) -> None:
     assert turns >= seeing_model.LAYERS
 
 
+def test_an_image_of_a_prompt_that_is_prepared_is_progress(seer: Seer) -> None:
+    run = seer.scheduler()
+    before = run.scheduler._figures().steps
+    seer.prepared("a", asked(*map(seeing_model.picture, (1, 2))), image_seen=run.scheduler.note_prepared)
+    assert run.scheduler._figures().steps == before + 2
+
+
 # ---- admission -------------------------------------------------------------------------------------------
 
 

@@ -227,7 +227,7 @@ class PromptImages:
 
     def wait(self) -> None:
         """Let the pixels go: the prompt has to wait. They are made of the files again when they are needed,
-        which takes less than WORKING_BYTES."""
+        which takes no more than WORKING_BYTES."""
         for each in self.images:
             each.patches = None
 
