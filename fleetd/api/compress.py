@@ -28,7 +28,8 @@ from fleetd.compression import elide
 from fleetd.compression.document import Document
 from fleetd.compression.policy import Ratio, SmartPrefillBody, SmartPrefillPolicy, Tokens, resolve
 from fleetd.control.compression_reply import Compression, CompressTimings, CompressUsage, KeptSpan
-from fleetd.errors import Draining, FleetError, InvalidValue, NoMachine, ScorerNotReady
+from fleetd.engine.protocol import IMAGES
+from fleetd.errors import Draining, FleetError, InvalidValue, NoMachine, ScorerNotReady, UnsupportedParameter
 from fleetd.models.catalog import DEFAULT_MODEL, find, nearest
 from fleetd.models.names import is_hub_id
 from fleetd.requests.smart_prefill.compression_job import CompressionJob
@@ -111,6 +112,12 @@ def _document(body: CompressBody, *, system_context: bool) -> tuple[Document, li
                 "question belongs to prompt.", hint="The last user message asks.", param="question"
             )
         messages = [translate.message(message, i) for i, message in enumerate(body.messages)]
+        if any(IMAGES in message for message in messages):
+            raise UnsupportedParameter(
+                "Conversations with images are not compressed: nothing here scores an image.",
+                hint="Leave the images out, and put them back into what is returned.",
+                param="messages",
+            )
         return Document.of_messages(messages, system_context=system_context), messages
     if body.question is None:
         text = body.prompt or ""

@@ -198,6 +198,10 @@ class DaemonSocket:
                 del self._unsent[: len(frames)]
 
 
+class _NotWanted(Exception):
+    """A request was cancelled while its prompt is prepared."""
+
+
 class Front:
     """The reader thread: hands commands to the compute thread. Without ``loaded`` only guest work is done."""
 
@@ -254,6 +258,9 @@ class Front:
 
     def _thread_for(self, request: PreparedRequest) -> ThreadPoolExecutor:
         """What prepares a request, in the order in which those of its kind came."""
+        prompt = request.prompt if isinstance(request, Generate) else None
+        if isinstance(prompt, protocol.ChatPrompt) and prompt.images:
+            return self._long_prompts  # a small file may have many pixels
         size = len(msgspec.msgpack.encode(request))
         return self._prompts if size <= limits.SHORT_PROMPT_BYTES else self._long_prompts
 
@@ -265,6 +272,8 @@ class Front:
                 cancelled = self._preparing[request.id]
             if not cancelled:
                 outcome = self._prepared(request)
+        except _NotWanted:
+            pass
         except (Exception, SystemExit) as error:
             failure = failed(request.id, error, "The prompt could not be prepared")
             self._link.send(failure)
@@ -282,6 +291,13 @@ class Front:
         elif counts and outcome is not None:
             self._link.send(protocol.Accepted(request.id, len(cast("PreparedPrompt", outcome).tokens)))
             self._link.send(protocol.Finished(request.id, "stop"))
+
+    def _image_seen(self, request_id: str) -> None:
+        """Note that an image of a prompt is prepared. Raises _NotWanted if the rest of it need not be."""
+        cast("Scheduler", self._compute).note_prepared()
+        with self._lock:
+            if self._preparing[request_id]:
+                raise _NotWanted
 
     def _prepared(self, request: PreparedRequest) -> Prepared:
         if self._loaded is None:
@@ -343,6 +359,7 @@ class Front:
                 grammars=loaded.grammars,
                 images=loaded.images,
                 imageless=loaded.imageless,
+                image_seen=partial(self._image_seen, request.id),
             )
         # Files that fleetd did not pull are hashed while their model is in use already.
         loaded.basis.look()

@@ -124,7 +124,8 @@ class Account:
             prefill_s=timings.prefill_s,
             decode_s=0.0 if timings.decode_interleaved else timings.decode_s,
             now_s=now_s,
-            shared=request.shared or timings.prefill_interleaved,
+            # An image takes time that says nothing of how fast tokens are read.
+            shared=request.shared or timings.prefill_interleaved or request.job.images > 0,
         )
 
     def refund(self, code: str) -> None:

@@ -98,8 +98,9 @@ class AnsweringMachines(PipelineStep):
             return  # the time until it was awake says nothing of its speed
         first_s, decode_s = first_at_s - request.attempt.began_s, self._monotonic() - first_at_s
         usage, client_s = finished.usage, request.first_client_s
-        # With helpers, or with a queue there, the time says little about that machine.
-        tells = alone and not remote_job.busy and not _client_was_slow(client_s, first_s)
+        # With helpers, with a queue there or with images, the time says little about how fast it reads.
+        tells = alone and not remote_job.busy and not request.job.images
+        tells = tells and not _client_was_slow(client_s, first_s)
         read = usage.prompt_tokens - usage.cached_tokens if tells else 0
         slow = _client_was_slow(remote_job.client_s - client_s, decode_s)
         tokens = AnswerTokens(usage.cached_tokens, read, 0 if slow else usage.completion_tokens - 1)

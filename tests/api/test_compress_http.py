@@ -87,6 +87,15 @@ async def test_what_makes_no_sense_is_refused_by_name(body: dict[str, Any], para
     assert (code, reply["error"]["param"]) == (400, param)
 
 
+async def test_a_conversation_with_images_is_refused_by_name() -> None:
+    """What is left out of a text would move the places of its images, which nothing scores."""
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    code, reply, _ = await asked({"messages": [{"role": "user", "content": [part]}]})
+    assert (code, reply["error"]["code"]) == (400, "unsupported_parameter")
+    assert "images" in reply["error"]["message"]
+    assert "aGk" not in str(reply)
+
+
 @pytest.mark.parametrize(
     ("body", "without"),
     [

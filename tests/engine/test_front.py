@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from fleetd.engine import protocol, worker
 from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.prompt import prompt_encoding
 from fleetd.engine.protocol import (
+    IMAGES,
     AssistPrefill,
     Cancel,
     ChatPrompt,
@@ -70,6 +72,9 @@ class Ends:
 
     def tell(self, command: Any) -> None:
         self.calls.append(("told", command))
+
+    def note_prepared(self) -> None:
+        self.calls.append(("progress", None))
 
     def finish(self) -> None:
         """Wait until all prompts that came are prepared."""
@@ -133,6 +138,37 @@ def test_cancelled_while_the_prompt_is_prepared_ends_once(
     ends.finish()
     assert [type(r) for r in ends.sent] == [Failed if fails else Finished]
     assert ends.calls == []
+
+
+def test_cancelled_between_two_images_ends_there(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each image is progress: a prompt may have many, and take longer than a template may."""
+    first, cancelled = threading.Event(), threading.Event()
+
+    def prepare(*_: Any, image_seen: Callable[[], None], **__: Any) -> prompt_encoding.PreparedPrompt:
+        image_seen()
+        first.set()
+        assert cancelled.wait(60)
+        image_seen()
+        pytest.fail("it went on")
+
+    monkeypatch.setattr("fleetd.engine.prompt.prompt_encoding.prepare", prepare)
+    request = Generate("r", TextPrompt("x"))
+    ends.front._preparing["r"] = False
+    ends.front._long_prompts.submit(ends.front._prepare, request)
+    assert first.wait(60)
+    with ends.front._lock:
+        ends.front._preparing["r"] = True
+    cancelled.set()
+    ends.finish()
+    assert ends.sent == [Finished("r", "cancelled")]
+    assert ends.calls == [("progress", None)] * 2
+
+
+def test_an_image_of_few_bytes_holds_up_no_short_prompt(ends: Ends) -> None:
+    message = {"role": "user", "content": "What?", IMAGES: [(0, b"a file")]}
+    assert ends.front._thread_for(Generate("r", ChatPrompt([message]))) is ends.front._long_prompts
+    del message[IMAGES]
+    assert ends.front._thread_for(Generate("r", ChatPrompt([message]))) is ends.front._prompts
 
 
 @pytest.mark.parametrize("keeps_states", [True, False])

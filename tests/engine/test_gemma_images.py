@@ -12,14 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 import seeing_gemma
 from disk_worker import Worker, settings_in
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from mlx_lm.utils import load_config
-from safetensors.numpy import save_file
 from seeing_model import picture
 from seer import Seer, asked
 
@@ -27,11 +23,10 @@ from fleetd.engine.layers.prefill import Prefiller, PromptRows
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.measure.chunk_size import FixedChunks
 from fleetd.engine.prompt.prompt_encoding import PreparedPrompt
-from fleetd.engine.protocol import IMAGES, Finished
+from fleetd.engine.protocol import IMAGES, ChatPrompt, Finished
 from fleetd.engine.vision.image_file import read_image
 from fleetd.engine.vision.reader_files import read_image_reader
 from fleetd.errors import ModelUnsupported
-from fleetd.models.folder import read_folder
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 # By the image's height and width: three pixels, the first row's first numbers, the last row's last ones, and
@@ -114,8 +109,9 @@ def test_rows_are_those_of_the_makers_code(seer: Seer, size: tuple[int, int]) ->
     wanted = ROWS[size]
     patches = seer.reader.patches(read_image(picture(1, *size), "image"))
     assert patches.pixels.shape == (seeing_gemma.SIZE, seeing_gemma.SIZE, 3)
+    pixels = seer.reader.settings.normalised(patches.pixels)
     places = ((0, 0, 0), (3, 5, 1), (47, 47, 2))
-    assert [float(patches.pixels[at]) for at in places] == pytest.approx(wanted["pixels"], abs=1e-6)
+    assert [float(pixels[at]) for at in places] == pytest.approx(wanted["pixels"], abs=1e-6)
     rows = seer.reader(patches)
     assert rows.shape == (patches.rows, seeing_gemma.TEXT_WIDTH)
     assert rows[0][:6].tolist() == pytest.approx(wanted["first"], abs=2e-4)
@@ -160,6 +156,35 @@ def test_a_token_of_images_that_a_user_writes_is_text(seer: Seer, word: str) -> 
     prepared = seer.prepared("a", asked(picture(1), text=f"What does {word} mean?"))
     assert prepared.tokens.count(seer.reader.row_token) == seeing_gemma.ROWS
     assert f"{word} mean" in seer.tokenizer.decode(prepared.tokens)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_borders_are_found_in_a_conversation_that_began_with_an_image(seer: Seer, marked: bool) -> None:
+    """For a model that keeps states at few places: its next turns go on there. A mark of the client where an
+    image stands is behind it."""
+    first = asked(picture(1), text="What?")
+    talk = [*first, {"role": "assistant", "content": "A cat."}, {"role": "user", "content": "And now?"}]
+    marks = [(0, len("What?"))] if marked else []
+    prepared = seer.prepared("a", talk, cache_marks=marks)
+    shown = [seer.tokenizer.decode(prepared.tokens[: border + 1]) for border in prepared.borders]
+    assert shown[0].endswith("And now?")
+    [(_, end)] = prepared.images.blocks if prepared.images is not None else []
+    if marked:
+        assert shown[1].endswith("<end_of_image>\n\nWhat?")
+        assert prepared.borders[1] > end
+    assert len(prepared.borders) == 4 + marked
+
+
+def test_a_mark_at_an_image_is_behind_it(seer: Seer) -> None:
+    text = "Look: "
+    message = {"role": "user", "content": f"{text}What?", IMAGES: [(len(text), picture(1))]}
+    prepared = seer.prepared("a", [message], cache_marks=[(0, len(text))])
+    assert prepared.images is not None
+    prompt = prepared.request.prompt
+    assert isinstance(prompt, ChatPrompt)
+    [(_, chars)] = prepared.images.shown_marks([message], prompt.cache_marks)
+    shown = f"{text}\n\n<start_of_image>{'<image_soft_token>' * seeing_gemma.ROWS}<end_of_image>\n\n"
+    assert chars == len(shown)
 
 
 # ---- answers ---------------------------------------------------------------------------------------------
@@ -256,7 +281,7 @@ def test_the_rest_of_an_image_is_read_in_one(seer: Seer) -> None:
             keys, values, offset, keep, size, index = layer.state
             cut = keys[..., :-left, :], values[..., :-left, :]
             layer.state = (*cut, offset - left, keep, size, index - left)
-    logits = read(seer, prepared, 4, cache=cache, done=end - left)
+    logits = read(seer, shown(seer, 2), 4, cache=cache, done=end - left)
     assert logits[:6].tolist() == pytest.approx(ANSWERS[2]["logits"], abs=2e-4)
 
 
@@ -287,42 +312,6 @@ def test_the_disk_has_what_is_behind_an_image_and_nothing_inside(seer: Seer, tmp
 
 
 # ---- folders ---------------------------------------------------------------------------------------------
-
-
-def test_a_folder_says_whether_its_model_reads_images(seer: Seer, tmp_path: Path) -> None:
-    def found(path: Path) -> bool:
-        return read_folder(path, name="m", source="folder", revision=None).shape.images
-
-    assert found(seer.path)
-    bare = seeing_gemma.write(tmp_path / "bare", vision=False)
-    assert not found(bare)
-    assert read_image_reader(bare, load_config(bare)) is None
-
-
-def test_quantised_weights_are_read_as_they_lie_there(seer: Seer, tmp_path: Path) -> None:
-    path = seeing_gemma.write(tmp_path / "packed")
-    reader = read_image_reader(path, seer.config)
-    assert reader is not None
-    nn.quantize(reader, group_size=32, bits=8, class_predicate=lambda name, _: name.endswith("q_proj"))
-    weights = {f"model.{name}": array for name, array in tree_flatten(reader.parameters())}
-    mx.save_safetensors(str(path / "model-vision.safetensors"), weights)
-    save_file(seeing_gemma.text_weights(seer.config["vocab_size"]), path / "model.safetensors")
-    again = read_image_reader(path, seer.config | {"quantization": {"group_size": 32, "bits": 8}})
-    assert again is not None
-    patches = seer.reader.patches(read_image(picture(1), "image"))
-    assert mx.allclose(again(patches), reader(patches), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "lack", ["vision_tower.post_layernorm.bias", "multi_modal_projector.mm_input_projection_weight"]
-)
-def test_weights_that_are_missing_are_named(seer: Seer, tmp_path: Path, lack: str) -> None:
-    path = seeing_gemma.write(tmp_path / "torn")
-    weights = seeing_gemma.text_weights(seer.config["vocab_size"]) | seeing_gemma.vision_weights()
-    del weights[lack.replace("vision_tower.", "vision_tower.vision_model.")]
-    save_file(weights, path / "model.safetensors")
-    with pytest.raises(ModelUnsupported, match=lack):
-        read_image_reader(path, seer.config)
 
 
 def test_rows_that_patches_do_not_fit_are_named(seer: Seer) -> None:

@@ -6,20 +6,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 import seeing_model
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from mlx_lm.utils import load_config
-from PIL import Image, ImageFile
-from safetensors.numpy import save_file
+from msgspec.structs import replace
+from PIL import ImageFile
 from seer import Seer, asked
 
 from fleetd import limits
@@ -42,10 +38,10 @@ from fleetd.engine.protocol import (
 )
 from fleetd.engine.vision import image_file
 from fleetd.engine.vision.image_file import read_image
+from fleetd.engine.vision.image_reader import ImagePatches
 from fleetd.engine.vision.pixtral import Mistral3Reader
 from fleetd.engine.vision.reader_files import read_image_reader
 from fleetd.errors import BadRequest, InvalidValue, ModelUnsupported, PayloadTooLarge, UnsupportedParameter
-from fleetd.models.folder import read_folder
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 VOCAB = 263
@@ -97,8 +93,9 @@ def test_rows_are_those_of_the_makers_code(seer: Seer, size: tuple[int, int]) ->
     patches = seer.reader.patches(read_image(seeing_model.picture(1, *size), "image"))
     height, width, _ = patches.pixels.shape
     assert (height, width) == tuple(wanted["size"])
+    pixels = seer.reader.settings.normalised(patches.pixels)
     places = ((0, 0, 0), (3, 5, 1), (height - 1, width - 1, 2))
-    assert [float(patches.pixels[at]) for at in places] == pytest.approx(wanted["pixels"], abs=1e-6)
+    assert [float(pixels[at]) for at in places] == pytest.approx(wanted["pixels"], abs=1e-6)
     rows = seer.reader(patches)
     assert rows.shape == (patches.rows, seeing_model.TEXT_WIDTH)
     assert patches.rows == wanted["rows"]
@@ -122,25 +119,6 @@ def test_attention_in_pieces_gives_the_rows_of_attention_in_one(
 @pytest.mark.parametrize("form", image_file.FORMATS)
 def test_each_format_is_read(form: str) -> None:
     assert read_image(seeing_model.picture(1, 6, 9, form), "image").shape == (6, 9, 3)
-
-
-def test_transparent_parts_are_white_and_photographs_stand_upright() -> None:
-    clear, turned = io.BytesIO(), io.BytesIO()
-    Image.new("RGBA", (2, 2), (10, 20, 30, 0)).save(clear, "PNG")
-    assert read_image(clear.getvalue(), "image").tolist() == [[[255] * 3] * 2] * 2
-    photograph = Image.new("RGB", (4, 2), "red")
-    exif = photograph.getexif()
-    exif[0x0112] = 6  # its left side is its bottom
-    photograph.save(turned, "PNG", exif=exif)
-    assert read_image(turned.getvalue(), "image").shape == (4, 2, 3)
-
-
-def test_the_first_frame_of_an_animation_counts() -> None:
-    file = io.BytesIO()
-    Image.new("RGB", (3, 3), "white").save(
-        file, "GIF", save_all=True, append_images=[Image.new("RGB", (3, 3), "black")]
-    )
-    assert read_image(file.getvalue(), "image").min() == 255
 
 
 @pytest.mark.parametrize(
@@ -209,6 +187,21 @@ def test_a_template_that_shows_no_images_is_named(seer: Seer, tmp_path: Path) ->
         prepare(request, load_tokenizer(path), VOCAB, images=seer.reader, model="Blind")
 
 
+def test_a_template_that_ends_with_an_image_is_refused(seer: Seer, tmp_path: Path) -> None:
+    path = seeing_model.write(tmp_path / "last")
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{% for m in messages %}{{ m['role'] }}{% endfor %}[IMG]"
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    reader = read_image_reader(path, seer.config)
+    assert reader is not None
+    # As of a family that puts nothing behind an image.
+    patches = replace(reader.patches(read_image(seeing_model.picture(1, 8, 8), "image")), text="[IMG]")
+    reader.patches = lambda image: patches
+    request = Generate("a", ChatPrompt(asked(seeing_model.picture(1, 8, 8))))
+    with pytest.raises(BadRequest, match="ends with an image"):
+        prepare(request, load_tokenizer(path), VOCAB, images=reader, model="Last")
+
+
 @pytest.mark.parametrize("images", [[["x", b"y"]], [[-1, b"x"]], [[2, b"x"], [1, b"y"]], "no list"], ids=str)
 def test_images_of_another_machine_in_another_form_are_refused(seer: Seer, images: Any) -> None:
     with pytest.raises(InvalidValue, match=r"^messages\[0\]: its images are"):
@@ -228,6 +221,12 @@ def test_numbers_for_the_prefix_cache_go_by_content(seer: Seer) -> None:
     assert names(b"basis", "", first.keys * 99) != names(b"basis", "", second.keys * 99)
 
 
+def test_the_same_pixels_in_another_file_are_the_same_prompt(seer: Seer) -> None:
+    files = seeing_model.picture(1), seeing_model.picture(1, form="WEBP", lossless=True)
+    one, other = (seer.prepared("a", asked(file)) for file in files)
+    assert one.keys == other.keys
+
+
 def test_names_of_blocks_of_text_are_as_they_were() -> None:
     """Blocks that lie on disks have names that must not change."""
     assert (
@@ -244,7 +243,8 @@ def reference(seer: Seer, prepared: PreparedPrompt, n: int = 8) -> list[int]:
     """Greedy tokens by mlx-lm's model alone, given all embeddings at once."""
     assert prepared.images is not None
     model = seer.model
-    rows = mx.concatenate([seer.reader(patches) for patches in prepared.images.patches])
+    patches = [image.patches for image in prepared.images.images]
+    rows = mx.concatenate([seer.reader(each) for each in patches if each is not None])
     embeddings = model.language_model.model.embed_tokens(mx.array([prepared.tokens]))
     embeddings[:, mx.array(prepared.images.places)] = rows[None]
     found: list[int] = []
@@ -259,11 +259,11 @@ def reference(seer: Seer, prepared: PreparedPrompt, n: int = 8) -> list[int]:
 @pytest.mark.parametrize("chunk", [5, 32, 512])
 def test_an_answer_is_that_of_the_model_given_the_rows(seer: Seer, chunk: int) -> None:
     messages = asked(seeing_model.picture(1), seeing_model.picture(2, 16, 48))
-    prepared = seer.prepared("a", messages)
+    wanted = reference(seer, seer.prepared("a", messages))
     run = seer.scheduler(chunks=FixedChunks(chunk, chunk))
-    run.scheduler.tell(prepared)
+    run.scheduler.tell(seer.prepared("a", messages))
     run.finish()
-    assert run.text("a") == seer.tokenizer.decode(reference(seer, prepared))
+    assert run.text("a") == seer.tokenizer.decode(wanted)
 
 
 def test_another_image_is_another_answer_and_the_same_one_is_read_once(seer: Seer) -> None:
@@ -291,7 +291,7 @@ def test_a_conversation_goes_on_behind_its_images(seer: Seer) -> None:
     [ended] = run.of("two", Finished)
     assert prepared.images is not None
     assert ended.usage.cached_tokens > prepared.images.places[-1]
-    assert run.text("two") == seer.tokenizer.decode(reference(seer, prepared))
+    assert run.text("two") == seer.tokenizer.decode(reference(seer, seer.prepared("two", later)))
 
 
 def test_an_image_in_the_prefix_cache_is_not_looked_at_again(
@@ -343,6 +343,41 @@ def test_two_answers_beside_each_other_see_their_own_images(seer: Seer) -> None:
     assert {seed: run.text(str(seed)) for seed in (1, 2)} == alone
 
 
+@pytest.mark.parametrize("order", [(1, 1), (1, 2), (2, 1), (2, 1, 2)], ids=str)
+def test_images_that_repeat_or_change_places_are_told_apart(seer: Seer, order: tuple[int, ...]) -> None:
+    """The prefix cache has a prompt with each of them, and with both."""
+    run = seer.scheduler()
+    for name, seeds in (("one", (1,)), ("other", (2,)), ("both", (1, 2))):
+        run.scheduler.tell(seer.prepared(name, asked(*map(seeing_model.picture, seeds))))
+        run.finish()
+    messages = asked(*map(seeing_model.picture, order))
+    alone = seer.scheduler()
+    for each in (run, alone):
+        each.scheduler.tell(seer.prepared("a", messages, ignore_eos=True))
+        each.finish()
+    assert run.text("a") == alone.text("a") != ""
+    [ended] = run.of("a", Finished)
+    assert ended.usage.cached_tokens > 2
+
+
+def test_choices_of_one_prompt_read_its_images_once(seer: Seer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FOLLOW_LEAST_TOKENS", 4)
+    read: list[object] = []
+    reading = Mistral3Reader.reading
+
+    def counted(self: Mistral3Reader, patches: ImagePatches) -> Any:
+        read.append(patches)
+        return reading(self, patches)
+
+    monkeypatch.setattr(Mistral3Reader, "reading", counted)
+    run = seer.scheduler()
+    for name in ("0", "1", "2"):
+        run.scheduler.tell(seer.prepared(name, asked(seeing_model.picture(1))))
+    run.finish()
+    assert len(read) == 1
+    assert run.text("0") == run.text("1") == run.text("2") != ""
+
+
 def test_nothing_of_a_prompt_with_images_is_left_out(seer: Seer) -> None:
     prepared = seer.prepared("a", asked(seeing_model.picture(1)), keep=Keep({0: [(0, 4)]}))
     sequence = new_sequence(prepared, seer.tokenizer, None, KvBudget.of(1 << 30, 1024), 2048)
@@ -350,42 +385,6 @@ def test_nothing_of_a_prompt_with_images_is_left_out(seer: Seer) -> None:
 
 
 # ---- folders ---------------------------------------------------------------------------------------------
-
-
-def test_a_folder_says_whether_its_model_reads_images(seer: Seer, tmp_path: Path) -> None:
-    def found(path: Path) -> bool:
-        return read_folder(path, name="m", source="folder", revision=None).shape.images
-
-    assert found(seer.path)
-    bare = seeing_model.write(tmp_path / "bare", vision=False)
-    assert not found(bare)
-    assert read_image_reader(bare, load_config(bare)) is None
-
-
-def test_quantised_weights_are_read_as_they_lie_there(seer: Seer, tmp_path: Path) -> None:
-    path = seeing_model.write(tmp_path / "packed")
-    reader = read_image_reader(path, seer.config)
-    assert reader is not None
-    nn.quantize(reader, group_size=32, bits=8, class_predicate=lambda name, _: name.endswith("q_proj"))
-    weights = {f"model.{name}": array for name, array in tree_flatten(reader.parameters())}
-    mx.save_safetensors(str(path / "model-vision.safetensors"), weights)
-    text = seeing_model.text_weights(VOCAB)
-    save_file(text, path / "model.safetensors")
-    config = seer.config | {"quantization": {"group_size": 32, "bits": 8}}
-    again = read_image_reader(path, config)
-    assert again is not None
-    patches = seer.reader.patches(read_image(seeing_model.picture(1), "image"))
-    assert mx.allclose(again(patches), reader(patches), atol=1e-5)
-
-
-@pytest.mark.parametrize("lack", ["vision_tower.ln_pre.weight", "multi_modal_projector.norm.weight"])
-def test_weights_that_are_missing_are_named(seer: Seer, tmp_path: Path, lack: str) -> None:
-    path = seeing_model.write(tmp_path / "torn")
-    weights = seeing_model.text_weights(VOCAB) | seeing_model.vision_weights()
-    del weights[lack]
-    save_file(weights, path / "model.safetensors")
-    with pytest.raises(ModelUnsupported, match=lack):
-        read_image_reader(path, seer.config)
 
 
 def test_an_activation_that_is_unknown_is_named(seer: Seer) -> None:

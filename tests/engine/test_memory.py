@@ -102,6 +102,27 @@ def test_what_is_lent_counts_as_it_is_and_comes_back() -> None:
     budget.lend("another", 500)
 
 
+def test_what_a_request_has_besides_counts_as_it_is_until_it_is_given_back() -> None:
+    budget = KvBudget.of(1000, 1)
+    assert budget.capacity_beside(400) == 600
+    budget.check_alone(600, 400)
+    with pytest.raises(OutOfMemory, match=r"601 tokens .*, and its images 0 MB; .*\(1000 tokens\)"):
+        budget.check_alone(601, 400)
+    assert not budget.take_memory("a", 601, 400)
+    assert budget.take_memory("a", 300, 400)
+    assert budget.used_bytes == 700
+    # Not times two, as its tokens are in a batch.
+    assert not budget.take_memory("b", 301)
+    assert not budget.take_memory("b", 1, 400)
+    assert budget.take_memory("a", 300, 100)
+    assert budget.take_memory("b", 300, 300)
+    assert budget.used_bytes == 1000
+    budget.validate(["a", "b"], [])
+    budget.give_back("a")
+    assert budget.used_bytes == 600
+    assert budget.take_memory("b", 1000)
+
+
 @pytest.mark.parametrize("asked", [0, MIB, 64 * GIB])
 def test_a_prefix_cache_is_bounded_by_what_is_left_and_leaves_room_for_new_prompts(asked: int) -> None:
     """4 GiB may be taken, of which the weights take one."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fleetd import limits
 from fleetd.engine.protocol import (
     Accepted,
+    ChatPrompt,
     Delta,
     Finished,
     Generate,
@@ -174,6 +175,23 @@ def test_attack_loading_for_ever() -> None:
         checked(Loading("reading"))
     with pytest.raises(ProtocolError, match="loads without end"):
         checked(Loading("reading"))
+
+
+def test_the_steps_of_reading_an_image_have_a_bound() -> None:
+    messages = [{"role": "user", "content": "", "images": [(0, b"GIF")] * 2}]
+    request = Generate("r", ChatPrompt(messages=messages))
+    checked = AnswerCheck(request)
+    checked(Accepted("r", 600))
+    steps = [Prefill("r", 0, 600, image_steps=step) for step in range(4000)]
+    for step in steps[: 2 * 600]:
+        checked(step)
+
+    def crawl() -> None:
+        for step in steps:
+            checked(step)
+
+    with pytest.raises(ProtocolError, match="prefills without end"):
+        crawl()
 
 
 ENTRIES = st.builds(

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 
 import pytest
-from fakes import FakeModels, FakePool, answer
+from fakes import FakeFolder, FakeModels, FakePool, answer
 from member_cards import OWN, collect, machine, spoken
 from msgspec.structs import replace
-from peer_streams import FakeOthers
+from peer_streams import FakeOthers, FakeStream
 from runners import runner_over
+from virtual_loop import VirtualLoop
 
-from fleetd.engine.protocol import IMAGES, ChatPrompt, Generate
+from fleetd.engine.protocol import (
+    IMAGES,
+    Accepted,
+    ChatPrompt,
+    Delta,
+    Finished,
+    Generate,
+    Prefill,
+    Timings,
+    Usage,
+)
 from fleetd.errors import NotFound, UnsupportedParameter
 from fleetd.models.model_names import ModelNames
-from fleetd.requests.job import CHARS_PER_TOKEN, IMAGE_TOKENS, Job
+from fleetd.plan.costs import PrefillSpeed
+from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.requests.job import CHARS_PER_TOKEN, IMAGE_TOKENS, Job, prompt_text
 from fleetd.requests.ledger import Ledger
 from fleetd.requests.members.members import Members
 from fleetd.requests.metrics import Metrics
@@ -32,7 +47,27 @@ def job(content: str = "What is this?", at: int = 0, file: bytes = b"a file" * 5
     return Job("big", Generate("r1", prompt, max_tokens=10), "http", "chat")
 
 
-def runner(others: FakeOthers, store: Store) -> RequestRunner:
+def text_job() -> Job:
+    prompt = ChatPrompt([{"role": "user", "content": "x" * 4000}])
+    return Job("big", Generate("r1", prompt, max_tokens=10), "http", "chat")
+
+
+class SlowStream(FakeStream):
+    """Each event takes half a second."""
+
+    async def receive(self) -> bytes | None:
+        await asyncio.sleep(0.5)
+        return await super().receive()
+
+
+class SlowOthers(FakeOthers):
+    def request(self, node_id: str, method: str, body: bytes) -> FakeStream:
+        return SlowStream(super().request(node_id, method, body).script)
+
+
+def runner(
+    others: FakeOthers, store: Store, monotonic: Callable[[], float] = time.monotonic
+) -> RequestRunner:
     members = Members(others.machines, lambda: OWN)
     return runner_over(
         FakePool(answer()),
@@ -43,7 +78,7 @@ def runner(others: FakeOthers, store: Store) -> RequestRunner:
         placer=Placer(members, others.request, wake=others.wake),
         members=members,
         record=lambda trace: None,
-        monotonic=time.monotonic,
+        monotonic=monotonic,
     )
 
 
@@ -76,6 +111,44 @@ def test_methods_name_all_that_a_machine_has_to_know(held: bool, unaided: bool) 
     assert messages.METHODS[name] is unaided
 
 
+@pytest.mark.parametrize("images", [True, False])
+async def test_the_time_that_an_image_takes_teaches_no_speed(store: Store, images: bool) -> None:
+    usage, timings = Usage(prompt_tokens=1000, completion_tokens=101), Timings(prefill_s=9.0, decode_s=1.0)
+    speeds, folder = ModelSpeeds(), FakeFolder("big", images=True)
+    here = runner_over(
+        FakePool([Accepted("r1", 1000), Finished("r1", "stop", usage, timings)]),
+        FakeModels(names=["big"], found=[folder]),
+        Ledger(store),
+        Metrics("0"),
+        names=ModelNames("big"),
+        speeds=speeds,
+    )
+    await collect(here.run(job() if images else text_job()))
+    assert (speeds.of("big").prefill_tok_s == 0) is images
+    assert speeds.of("big").decode_tok_s == pytest.approx(100)
+
+
+@pytest.mark.parametrize("images", [True, False])
+def test_the_time_that_an_image_takes_elsewhere_makes_no_machine_seem_slow(
+    store: Store, images: bool
+) -> None:
+    read = [Prefill("r1", done, 1000) for done in range(0, 1000, 20)]
+    ended = Finished("r1", "stop", Usage(1000, 0, 1), Timings())
+    told = [Accepted("r1", 1000), *read, Delta("r1", "a"), ended]
+    there = machine("studio", images=True)
+    idle = replace(there, card=replace(there.card, max_streams=16))
+    others = SlowOthers(idle, studio=[spoken(*told)])
+
+    async def ask() -> float:
+        asked = runner(others, store, asyncio.get_running_loop().time)
+        await collect(asked.run(job() if images else text_job()))
+        return asked._members.correction("studio", "d", PrefillSpeed(0.01), "prefill")
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as loop:
+        factor = loop.run(ask())
+    assert (factor > 1) is not images
+
+
 def test_an_image_counts_as_tokens_and_not_as_bytes() -> None:
     small, large = job(file=b"x"), job(file=b"x" * 10**6)
     assert len(small.prompt_text) == len(large.prompt_text)
@@ -84,6 +157,28 @@ def test_an_image_counts_as_tokens_and_not_as_bytes() -> None:
     )
     more = len(small.prompt_text) - len(text.prompt_text)
     assert more == IMAGE_TOKENS * CHARS_PER_TOKEN
+
+
+def test_what_was_read_of_one_image_is_nothing_of_another() -> None:
+    """Machines are known to have what they were asked before, by the text."""
+
+    def asked(file: bytes, *more: dict[str, object]) -> str:
+        first = {"role": "user", "content": "Look: what?", IMAGES: [(5, file)]}
+        return prompt_text(Generate("r", ChatPrompt([first, *more])))
+
+    def common(a: str, b: str) -> str:
+        return a[: next(at for at, pair in enumerate(zip(a, b, strict=False)) if len(set(pair)) > 1)]
+
+    one, other = asked(b"a file" * 5000), asked(b"b file" * 5000)
+    assert len(one) == len(other)
+    assert common(one, other).endswith("Look:")
+    later = asked(b"a file" * 5000, {"role": "assistant", "content": "A cat."})
+    assert common(one, later).endswith(" what?'}")
+
+
+def test_images_in_another_form_are_left_to_the_worker() -> None:
+    message = {"role": "user", "content": "Look", IMAGES: "no list"}
+    assert "Look" in prompt_text(Generate("r", ChatPrompt([message])))
 
 
 def test_marks_that_only_selection_understands_move_no_image() -> None:

@@ -32,11 +32,11 @@ TEMPLATE = (
 )
 
 
-def picture(seed: int, height: int = 40, width: int = 24, form: str = "PNG") -> bytes:
-    """An image's file."""
+def picture(seed: int, height: int = 40, width: int = 24, form: str = "PNG", **options: Any) -> bytes:
+    """An image's file. ``options``: Pillow's for the form."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, form)
+    Image.fromarray(pixels).save(file, form, **options)
     return file.getvalue()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,27 @@ class Seer:
         products.to_float32(reader)
         self.reader: ImageReader = reader
 
-    def prepared(self, name: str, messages: list[dict[str, Any]], **fields: Any) -> PreparedPrompt:
+    def prepared(
+        self,
+        name: str,
+        messages: list[dict[str, Any]],
+        cache_marks: Sequence[tuple[int, int]] = (),
+        image_seen: Callable[[], None] = lambda: None,
+        **fields: Any,
+    ) -> PreparedPrompt:
         fields = {"max_tokens": 8} | fields
-        request = Generate(name, ChatPrompt(messages), Sampling(temperature=0.0), **fields)
+        prompt = ChatPrompt(messages, cache_marks=list(cache_marks))
+        request = Generate(name, prompt, Sampling(temperature=0.0), **fields)
         vocab = int(self.config["text_config"]["vocab_size"])
-        return prepare(request, self.tokenizer, vocab, images=self.reader, model="seer", borders=True)
+        return prepare(
+            request,
+            self.tokenizer,
+            vocab,
+            images=self.reader,
+            model="seer",
+            borders=True,
+            image_seen=image_seen,
+        )
 
     def scheduler(self, **options: Any) -> TurnedScheduler:
         return TurnedScheduler(self.model, self.tokenizer, **options)

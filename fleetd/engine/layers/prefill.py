@@ -121,7 +121,10 @@ class Prefiller:
         if self.score is not None:
             chunk_tokens = min(chunk_tokens, SCORED_TOKENS)
         n = self._next(chunk_tokens)
-        if n <= 0 or (self.rows is not None and self.rows.read_on(self.done, self.done + n)):
+        if n <= 0:
+            return 0
+        if self.rows is not None and self.rows.read_on(self.done, self.done + n):
+            give_back(done=False)
             return 0
         chunk = mx.array(self.tokens[self.done : self.done + n])[None]  # (1, n)
         given = None if self.rows is None else self.rows.embedded(chunk, self.done)

@@ -56,6 +56,8 @@ class ComputeLoop(ABC):
     inbox: Inbox = field(default_factory=Inbox, init=False)
     streams: HandedOverStreams = field(init=False)
     guests: list[Guests[Any, Any]] = field(init=False)
+    # Parts of prompts that other threads have prepared, as images are.
+    _prepared: int = field(default=0, init=False)
     _heartbeat_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -84,6 +86,10 @@ class ComputeLoop(ABC):
 
     def tell(self, item: Item) -> None:
         self.inbox.put(item)
+
+    def note_prepared(self) -> None:
+        """A part of a prompt is prepared, which may take seconds: that is progress. For one thread."""
+        self._prepared += 1
 
     def put_stream(self, tag: StreamTag, sock: socket.socket) -> None:
         """Take a connected socket that the daemon hands over."""
@@ -208,7 +214,7 @@ class ComputeLoop(ABC):
 
     def _figures(self) -> Heartbeat:
         return Heartbeat(
-            steps=sum(guests.steps for guests in self.guests),
+            steps=sum(guests.steps for guests in self.guests) + self._prepared,
             assisting=sum(len(guests) for guests in self.guests),
             blocked=self._occupied and not self._ready,
             kv_bytes=self.budget.used_bytes,

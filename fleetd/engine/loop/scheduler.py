@@ -326,6 +326,10 @@ class Scheduler(ComputeLoop):
             self._waiting.remove(sequence)
             self._prefilling.append(sequence)
             self._beginnings.look(sequence)
+        for sequence in self._waiting:
+            if sequence.prepared.images is not None:
+                # No memory is reserved for it.
+                sequence.prepared.images.wait()
 
     def _next_admitted(self) -> ScheduledSequence | None:
         """A waiting request for which a stream and memory are reserved now; None if there is none."""
@@ -342,7 +346,7 @@ class Scheduler(ComputeLoop):
     def _fits(self, sequence: ScheduledSequence) -> bool:
         """Reserve a stream and memory. False, and nothing is reserved, if either is short."""
         free = len(self._prefilling) + len(self.decoding) < self.max_streams
-        return free and self.budget.take_memory(sequence.id, sequence.promised)
+        return free and self.budget.take_memory(sequence.id, sequence.promised, sequence.beside_bytes)
 
     def _fits_without_left(self, sequence: ScheduledSequence) -> bool:
         """``_fits``, once no prompt is read any more whose client has left."""
@@ -391,11 +395,15 @@ class Scheduler(ComputeLoop):
             if not isinstance(prefiller, SharedPrefill):
                 raise
             return self._helped.give_up(sequence, error)
-        if tokens:
-            if not isinstance(prefiller, SharedPrefill):
-                self.chunks.learn(tokens, time.monotonic() - begun)
+        if tokens or not isinstance(prefiller, SharedPrefill):
+            # Also one that read an image: that is progress, too.
             self.steps += 1
+        if tokens and not isinstance(prefiller, SharedPrefill):
+            self.chunks.learn(tokens, time.monotonic() - begun)
         self._show_prefill(sequence)
+        if sequence.prepared.images is not None:
+            # Those that are behind it have given their memory back.
+            self.budget.take_memory(sequence.id, sequence.promised, sequence.beside_bytes)
         sequence.prefill_s += time.monotonic() - begun
         self._leaders.after_step(sequence)
         return prefiller
@@ -546,6 +554,8 @@ class Scheduler(ComputeLoop):
     def _release(self, sequence: ScheduledSequence) -> None:
         """Give back what was reserved for a sequence."""
         sequence.move(Phase.ENDED)
+        if sequence.prepared.images is not None:
+            sequence.prepared.images.end()
         self.decoding.detach(sequence.id)
         self.budget.give_back(sequence.id)
 

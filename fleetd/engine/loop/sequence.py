@@ -188,6 +188,11 @@ class ScheduledSequence:
         return self.slots + self.generated
 
     @property
+    def beside_bytes(self) -> int:
+        """Memory that it needs beside keys and values: of images, until a prefill is behind them."""
+        return 0 if self.prepared.images is None else self.prepared.images.held_bytes
+
+    @property
     def shared(self) -> SharedPrefill | None:
         """Its prefill, while helpers take part in it."""
         return self.prefiller if isinstance(self.prefiller, SharedPrefill) else None
@@ -247,6 +252,8 @@ class ScheduledSequence:
     def go_on_from(self, model: Any, hit: Hit, state_bytes: int) -> Prefiller | SparsePrefiller:
         """``begin_from``, of a prefill that has begun already: ``hit`` is how far it came."""
         tokens, borders = self.prepared.tokens, self.prepared.borders
+        if self.prepared.images is not None:
+            self.prepared.images.begin_behind(hit.tokens)
         # Tokens that are left out say nothing of whose numbers these are.
         self.namespace = DENSE if hit.namespace == SPARSE else hit.namespace
         self.origins = hit.origins
@@ -347,6 +354,7 @@ def new_sequence(
     """
     request, n = prepared.request, len(prepared.tokens)
     check_fits(prepared, sparse, budget, context_tokens)
+    beside = 0 if prepared.images is None else prepared.images.held_bytes
     kept, dense_reason = _kept(prepared, sparse)
     slots = n if kept is None else len(kept)
     wanted = context_tokens if request.max_tokens is None else request.max_tokens
@@ -366,7 +374,8 @@ def new_sequence(
             either=request.constraint is not None,
         ),
         max_tokens=max_tokens,
-        promised=slots + min(max_tokens, GROWTH_TOKENS),
+        # Alone it must fit with all of its images, or it would wait for ever.
+        promised=min(slots + min(max_tokens, GROWTH_TOKENS), budget.capacity_beside(beside)),
         arrived_s=time.monotonic(),
         logprobs=None if request.top_logprobs is None else Logprobs(tokenizer, request.top_logprobs),
         kept=kept,
@@ -384,7 +393,8 @@ def check_fits(
     check_length(prepared, context_tokens)
     kept, _ = _kept(prepared, sparse)
     slots = len(prepared.tokens) if kept is None else len(kept)
-    budget.check_alone(slots + (0 if prepared.request.max_tokens == 0 else 1))
+    beside = 0 if prepared.images is None else prepared.images.held_bytes
+    budget.check_alone(slots + (0 if prepared.request.max_tokens == 0 else 1), beside)
 
 
 def _kept(prepared: PreparedPrompt, sparse: Sparse | None) -> tuple[list[int] | None, str]:

@@ -61,7 +61,7 @@ NO_BOUND = RowBound(1 << 62, 0)
 class KvBudget:
     """Bytes promised to running requests. A batch is padded to its longest member, so the price of a
     set of requests is the size of its longest one for each; what is lent to other machines' prompts, which
-    are never in a batch, is counted as it is.
+    are never in a batch, is counted as it is, and so is what requests have beside keys and values: images.
 
     ``taken_elsewhere_bytes``: of the budget, what other workers hold by now. Requests that run may still grow
     to the end of the budget, and one that finds nothing running may have all of it, for it would wait for
@@ -79,6 +79,8 @@ class KvBudget:
     rows: RowBound = NO_BOUND
     _tokens: dict[str, int] = field(default_factory=dict)
     _lent: dict[str, int] = field(default_factory=dict)
+    # Of requests that have tokens, bytes besides.
+    _beside: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -92,11 +94,12 @@ class KvBudget:
         """The sizes as in StateSizes."""
         return cls(budget_bytes, StateSizes(bytes_per_token, fixed_bytes, window_bytes, window))
 
-    def price(self, request: str, tokens: int) -> int:
-        """Bytes in use if ``request``, running or not, held ``tokens``."""
+    def price(self, request: str, tokens: int, beside_bytes: int = 0) -> int:
+        """Bytes in use if ``request``, running or not, held ``tokens``, and ``beside_bytes`` besides."""
         others = [held for name, held in self._tokens.items() if name != request]
         each = self.sizes.of(max([tokens, *others]))
-        return (len(others) + 1) * each + sum(self._lent.values())
+        beside = sum({**self._beside, request: beside_bytes}.values())
+        return (len(others) + 1) * each + sum(self._lent.values()) + beside
 
     def lend(self, name: str, n_bytes: int) -> None:
         """Promise bytes to a part of another machine's prompt. Raises OutOfMemory; it would not wait."""
@@ -114,13 +117,14 @@ class KvBudget:
         """Bytes that ``lend`` has promised to ``name``."""
         return self._lent.get(name, 0)
 
-    def take_memory(self, request: str, tokens: int) -> bool:
-        """Promise ``tokens`` to a request, new or growing. False, and nothing changes, if they do not fit."""
+    def take_memory(self, request: str, tokens: int, beside_bytes: int = 0) -> bool:
+        """Promise ``tokens`` to a request, new or growing, and ``beside_bytes`` for what else it has. False,
+        and nothing changes, if they do not fit."""
         waits = request not in self._tokens and (self._tokens or self._lent)
         most = self.budget_bytes - (self.taken_elsewhere_bytes if waits else 0)
-        if self.price(request, tokens) > most or not self._rows_fit(request, tokens):
+        if self.price(request, tokens, beside_bytes) > most or not self._rows_fit(request, tokens):
             return False
-        self._tokens[request] = tokens
+        self._tokens[request], self._beside[request] = tokens, beside_bytes
         self.on_change(self.used_bytes)
         return True
 
@@ -131,17 +135,27 @@ class KvBudget:
     @property
     def capacity_tokens(self) -> int:
         """Tokens one request can have when nothing else runs."""
-        return min(self.sizes.fitting(self.budget_bytes), self.rows.alone)
+        return self.capacity_beside(0)
 
-    def check_alone(self, tokens: int) -> None:
-        """Raises OutOfMemory if a request would not fit even with nothing else running."""
+    def capacity_beside(self, n_bytes: int) -> int:
+        """The same of a request that has so many bytes besides."""
+        return min(self.sizes.fitting(max(0, self.budget_bytes - n_bytes)), self.rows.alone)
+
+    def check_alone(self, tokens: int, beside_bytes: int = 0) -> None:
+        """Raises OutOfMemory if a request would not fit even with nothing else running.
+
+        Args:
+            beside_bytes: what its images take.
+        """
         need = self.sizes.of(tokens)
-        if need > self.budget_bytes:
+        if need + beside_bytes > self.budget_bytes:
+            images = f", and its images {human(beside_bytes)}" if beside_bytes else ""
             raise OutOfMemory(
-                f"A prompt and answer of {tokens} tokens need {human(need)} of KV cache; "
+                f"A prompt and answer of {tokens} tokens need {human(need)} of KV cache{images}; "
                 f"this model has {human(self.budget_bytes)} for it "
                 f"({self.capacity_tokens} tokens).",
-                hint="Shorten the prompt, lower max_tokens, or raise engine.max_memory_bytes.",
+                hint=f"{'Leave out images' if images else 'Shorten the prompt'}, lower max_tokens, or raise "
+                "engine.max_memory_bytes.",
             )
         if not self.rows.fits(tokens):
             raise OutOfMemory(
@@ -162,12 +176,14 @@ class KvBudget:
 
     def give_back(self, request: str) -> None:
         self._tokens.pop(request, None)
+        self._beside.pop(request, None)
         self._lent.pop(request, None)
         self.on_change(self.used_bytes)
 
     def validate(self, running: list[str], guests: list[str]) -> None:
         """Check that memory is promised to the requests that run, and lent to guests' tasks only."""
         require(set(self._tokens) == set(running), f"{set(self._tokens)} hold memory, {running} run")
+        require(set(self._beside) == set(self._tokens), "memory is held beside a request that has none")
         require(set(self._lent) <= set(guests), f"{set(self._lent)} are lent memory, {guests} are here")
         require(self.used_bytes <= self.budget_bytes, f"{self.used_bytes} bytes are promised")
         count, longest = len(self._tokens), max(self._tokens.values(), default=0)
@@ -176,4 +192,4 @@ class KvBudget:
     @property
     def used_bytes(self) -> int:
         each = self.sizes.of(max(self._tokens.values(), default=0))
-        return len(self._tokens) * each + sum(self._lent.values())
+        return len(self._tokens) * each + sum(self._lent.values()) + sum(self._beside.values())

@@ -38,7 +38,7 @@ from fleetd.engine.protocol import (
     TokenPrompt,
 )
 from fleetd.engine.vision.image_reader import ImageReader
-from fleetd.engine.vision.prompt_images import PromptImages
+from fleetd.engine.vision.prompt_images import PromptImages, without_images
 from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, UnsupportedParameter
 from fleetd.models.chat_templates import DEFAULT, TOOL_USE
 from fleetd.models.images import no_images
@@ -60,6 +60,7 @@ _TEMPLATE_ERRORS = (
 class PreparedPrompt(msgspec.Struct, frozen=True):
     """A request whose prompt is token ids."""
 
+    #: Without files of images, which ``images`` has as long as they are needed.
     request: Generate
     tokens: list[int]
     #: The channel in which the answer begins.
@@ -92,6 +93,7 @@ def prepare(
     grammars: Grammars | None = None,
     images: ImageReader | None = None,
     imageless: str = "",
+    image_seen: Callable[[], None] = lambda: None,
 ) -> PreparedPrompt:
     """Render and tokenize, and make what holds the answer to its form. Runs outside the compute thread.
 
@@ -100,11 +102,12 @@ def prepare(
         grammars: of the model; None: made anew if the answer has a form.
         images: what the model reads images with; None: it reads none.
         imageless: why not, as a sentence; "" if it is a model for text.
+        image_seen: called after each image, which may take seconds.
 
     Raises:
         BadRequest: no template, a template that rejects the messages, an empty prompt.
         InvalidValue: a token id outside the vocabulary, in the prompt or in ``logit_bias``.
-        FleetError: what ``Grammars.matcher`` raises.
+        FleetError: what ``Grammars.matcher`` raises. Also what ``image_seen`` raises.
     """
     match request.prompt:
         case TokenPrompt(tokens):
@@ -129,7 +132,14 @@ def prepare(
                 raise no_images(model, "messages", imageless)
             tools = _offered_tools(request.prompt, tokenizer, model)
             prepared = _chat(
-                request, request.prompt, tokenizer, tools, borders=borders, model=model, reader=images
+                request,
+                request.prompt,
+                tokenizer,
+                tools,
+                borders=borders,
+                model=model,
+                reader=images,
+                image_seen=image_seen,
             )
     outside = next((t for t in request.sampling.logit_bias if not 0 <= t < vocab_size), None)
     if outside is not None:
@@ -224,13 +234,17 @@ def _chat(
     borders: bool,
     model: str,
     reader: ImageReader | None,
+    image_seen: Callable[[], None],
 ) -> PreparedPrompt:
     """Messages as the model's template renders them."""
     controls = control_tokens(tokenizer)
     needs = template_needs(tokenizer, with_tools=bool(tools))
     by_grammar = tools_by_grammar(tokenizer)
     # A hash of an id must not be one of a stand-in, which is another one with each rendering.
-    messages, images = _with_marks(needs.with_ids(with_content(prompt.messages, tokenizer)), reader)
+    messages = needs.with_ids(with_content(prompt.messages, tokenizer))
+    images: PromptImages | None = None
+    if reader is not None:
+        messages, images = PromptImages.of(messages, reader, image_seen)
 
     def template(messages: list[dict[str, Any]], tools: Any, options: dict[str, Any]) -> str:
         # Here, so that indices of messages stay those of the request all around.
@@ -256,7 +270,10 @@ def _chat(
     prepared = PreparedPrompt(request, tokens, begins, callable_tools, tools_by_grammar=shown)
     if images is not None:
         images.find(tokens)
-        prepared = replace(prepared, images=images, keys=images.keys(tokens))
+        bare = replace(prompt, messages=list(map(without_images, prompt.messages)))
+        prepared = replace(
+            prepared, request=replace(request, prompt=bare), images=images, keys=images.keys(tokens)
+        )
 
     def again(messages: list[dict[str, Any]]) -> str:
         return render(messages).text
@@ -270,16 +287,32 @@ def _chat(
     if borders and offsets is not None:
         # A template may refuse what is put in place of contents: then there are no borders.
         with suppress(Exception):
-            found = contents.borders(rendered.text, messages, prompt.cache_marks, offsets, again)
+            if images is not None:
+                found = _borders_with_images(rendered.text, prompt, messages, images, offsets, again)
+            else:
+                found = contents.borders(rendered.text, messages, prompt.cache_marks, offsets, again)
             return replace(prepared, borders=found)
     return prepared
 
 
-def _with_marks(
-    messages: list[Message], reader: ImageReader | None
-) -> tuple[list[Message], PromptImages | None]:
-    """Messages with a mark for each image, and the images; None if there are none or the model reads none."""
-    return (messages, None) if reader is None else PromptImages.of(messages, reader)
+def _borders_with_images(
+    text: str,
+    prompt: ChatPrompt,
+    messages: list[Message],
+    images: PromptImages,
+    offsets: list[Range],
+    render: Callable[[list[Message]], str],
+) -> list[int]:
+    """``contents.borders``, of messages with marks of images. Raises as that does."""
+    shown = list(map(images.shown, messages))
+
+    def again(given: list[Message]) -> str:
+        # The template is given images where a content stands as it was.
+        same = zip(messages, shown, given, strict=True)
+        return render([own if each is seen else each for own, seen, each in same])
+
+    marks = images.shown_marks(prompt.messages, prompt.cache_marks)
+    return contents.borders(text, shown, marks, offsets, again)
 
 
 def _templated(

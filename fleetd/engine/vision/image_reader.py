@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from fleetd import limits
+from fleetd.engine.vision.encoder_parts import PassSizes
 from fleetd.engine.vision.image_file import resized
 from fleetd.models.json_files import read_json
 from fleetd.text.decoding import from_plain
@@ -21,11 +22,11 @@ from fleetd.text.decoding import from_plain
 class ImagePatches(msgspec.Struct, frozen=True):
     """An image as a model reads it.
 
-    ``pixels``: (H, W, 3) f32, normalised. ``rows``: how many of a prompt's tokens take it up. ``text``: what
-    stands for it in the prompt's text.
+    ``pixels``: (H, W, 3) in RGB, of the size that the model reads. ``rows``: how many of a prompt's tokens
+    take it up. ``text``: what stands for it in the prompt's text.
     """
 
-    pixels: np.ndarray[Any, np.dtype[np.float32]]
+    pixels: np.ndarray[Any, np.dtype[np.uint8]]
     rows: int
     text: str
 
@@ -61,13 +62,21 @@ class ImageSettings(msgspec.Struct, frozen=True):
                 return from_plain(msgspec.to_builtins(usual) | said, cls)
         return usual
 
-    def pixels(
+    def resized(
         self, image: np.ndarray[Any, np.dtype[np.uint8]], height: int, width: int
-    ) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """An (H, W, 3) image of another size, normalised."""
+    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """An (H, W, 3) image of another size."""
+        return resized(image, height, width, self.resample)
+
+    def normalised(self, pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> mx.array:
+        """(H, W, 3) pixels as f32, as an encoder is given them."""
         mean, deviation = (np.array(each, dtype=np.float32) for each in (self.mean, self.deviation))
-        found = resized(image, height, width, self.resample).astype(np.float32)
-        return (found / np.float32(255) - mean) / deviation
+        found = pixels.astype(np.float32)
+        # In place: each copy of a large image is some 28 MB.
+        found /= np.float32(255)
+        found -= mean
+        found /= deviation
+        return mx.array(found)
 
 
 class ImageReader(nn.Module):  # type: ignore[misc]
@@ -84,14 +93,33 @@ class ImageReader(nn.Module):  # type: ignore[misc]
     row_token: int
     #: True if the rows of an image see each other both ways in the text model. False: as tokens do.
     both_ways = False
+    #: How images are prepared.
+    settings: ImageSettings
+    #: Numbers in a row: the width of the text model.
+    text_width: int
+
+    @property
+    def sizes(self) -> PassSizes:
+        """What decides how much memory the encoder takes."""
+        raise NotImplementedError
+
+    def pass_bytes(self, patches: ImagePatches) -> int:
+        """Memory for prompts that ``reading`` takes, besides its pixels and the rows that it returns."""
+        height, width, _ = patches.pixels.shape
+        return self.sizes.pass_bytes((height // self.sizes.patch) * (width // self.sizes.patch))
+
+    def row_bytes(self, patches: ImagePatches) -> int:
+        """Memory of the rows that ``reading`` returns."""
+        return patches.rows * self.text_width * self.sizes.item_bytes
 
     def patches(self, image: np.ndarray[Any, np.dtype[np.uint8]]) -> ImagePatches:
         """An (H, W, 3) image as it is read. Computes on the CPU, in any thread."""
         raise NotImplementedError
 
     def reading(self, patches: ImagePatches) -> Generator[None, None, mx.array]:
-        """Read an image a layer at a time; what the generator returns are its rows, (``patches.rows``, D of
-        the text model). An image takes a CPU up to minutes, and others have their turns meanwhile."""
+        """Read an image in steps, of a layer or less; what the generator returns are its rows,
+        (``patches.rows``, D of the text model). An image takes a CPU up to minutes, and others have their
+        turns meanwhile."""
         raise NotImplementedError
 
     def __call__(self, patches: ImagePatches) -> mx.array:

@@ -20,7 +20,7 @@ import mlx.nn as nn
 import msgspec
 import numpy as np
 
-from fleetd.engine.vision.encoder_parts import activation, attended, by_heads
+from fleetd.engine.vision.encoder_parts import PassSizes, activation, attended, by_heads
 from fleetd.engine.vision.image_reader import ImagePatches, ImageReader, ImageSettings
 from fleetd.text.decoding import from_plain
 
@@ -62,9 +62,10 @@ class _PatchAttention(nn.Module):  # type: ignore[misc]
         self.v_proj = nn.Linear(width, width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
 
-    def __call__(self, x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
+    def reading(self, x: mx.array, turns: tuple[mx.array, mx.array]) -> Generator[None, None, mx.array]:
         q, k, v = (by_heads(each(x), self.heads) for each in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(attended(_turned(q, turns), _turned(k, turns), v))  # type: ignore[no-any-return]
+        seen = yield from attended(_turned(q, turns), _turned(k, turns), v)
+        return self.o_proj(seen)  # type: ignore[no-any-return]
 
 
 def _turned(rows: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
@@ -95,8 +96,8 @@ class _PixtralLayer(nn.Module):  # type: ignore[misc]
         self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
         self.feed_forward = _PatchFeedForward(config)
 
-    def __call__(self, x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
-        x = x + self.attention(self.attention_norm(x), turns)
+    def reading(self, x: mx.array, turns: tuple[mx.array, mx.array]) -> Generator[None, None, mx.array]:
+        x = x + (yield from self.attention.reading(self.attention_norm(x), turns))
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -119,14 +120,26 @@ class PixtralEncoder(nn.Module):  # type: ignore[misc]
         self.ln_pre = nn.RMSNorm(config.hidden_size, eps=1e-5)
         self.transformer = _PixtralLayers(config)
 
+    @property
+    def sizes(self) -> PassSizes:
+        config = self.config
+        return PassSizes(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            config.patch_size,
+            self.patch_conv.weight.dtype.size,
+        )
+
     def reading(self, pixels: mx.array) -> Generator[None, None, mx.array]:
-        """(H, W, 3), both sides whole patches → (H / patch, W / patch, W of the encoder); by layers."""
+        """(H, W, 3), both sides whole patches → (H / patch, W / patch, W of the encoder), in steps."""
         found = self.patch_conv(pixels[None].astype(self.patch_conv.weight.dtype))
         _, rows, columns, width = found.shape
         x = self.ln_pre(found.reshape(1, rows * columns, width))
         turns = self._turns(rows, columns, x.dtype)
+        del pixels, found
         for layer in self.transformer.layers:
-            x = layer(x, turns)
+            x = yield from layer.reading(x, turns)
             # What attention takes is not held for all of them, and others have their turns meanwhile.
             mx.eval(x)
             yield
@@ -196,23 +209,29 @@ class Mistral3Reader(ImageReader):
         self.patch = vision.patch_size
         self.row_token = int(config.get("image_token_index", config.get("image_token_id", 10)))
         self.vision_tower = PixtralEncoder(vision)
+        self.text_width = int(text["hidden_size"])
         self.multi_modal_projector = Mistral3Projector(
             vision.hidden_size,
-            int(text["hidden_size"]),
+            self.text_width,
             side=self.side,
             eps=float(text.get("rms_norm_eps", 1e-5)),
             bias=bool(config.get("multimodal_projector_bias", False)),
             hidden_act=str(config.get("projector_hidden_act", "gelu")),
         )
 
+    @property
+    def sizes(self) -> PassSizes:
+        return self.vision_tower.sizes
+
     def patches(self, image: np.ndarray[Any, np.dtype[np.uint8]]) -> ImagePatches:
         multiple = self.patch * self.side
         height, width = fitted(image.shape[0], image.shape[1], self.settings.longest, multiple)
         rows, columns = height // multiple, width // multiple
-        return ImagePatches(self.settings.pixels(image, height, width), rows * columns, shown(rows, columns))
+        pixels = self.settings.resized(image, height, width)
+        return ImagePatches(pixels, rows * columns, shown(rows, columns))
 
     def reading(self, patches: ImagePatches) -> Generator[None, None, mx.array]:
-        seen = yield from self.vision_tower.reading(mx.array(patches.pixels))
+        seen = yield from self.vision_tower.reading(self.settings.normalised(patches.pixels))
         found: mx.array = self.multi_modal_projector(seen)
         return found
 

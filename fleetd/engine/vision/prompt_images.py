@@ -5,6 +5,10 @@
 
 A chat template is given an image as a part of a message's content, as its makers have it, and writes a
 placeholder. What stands in its place in the text has one token for each row.
+
+    file ──► pixels ──► rows ──► nothing, once a prefill is behind them
+
+A prompt that waits for memory has its files only, as it came; an image is decoded again then.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
+from fleetd import limits
 from fleetd.engine.protocol import IMAGES, ImageList, Message
 from fleetd.engine.vision.image_file import read_image
 from fleetd.engine.vision.image_reader import ImagePatches, ImageReader
@@ -31,6 +36,31 @@ _ABOVE = 1 << 62
 
 
 @dataclass(slots=True)
+class _PromptImage:
+    """One image, as far as it has come.
+
+    ``file``: until it is read. ``patches``: until then, unless the prompt has waited. ``rows``: until a
+    prefill is behind them.
+    """
+
+    file: bytes
+    digest: bytes
+    patches: ImagePatches | None
+    # Of rows in the prompt, and what stands for the image in its text.
+    count: int
+    text: str
+    # Bytes of its pixels and of its rows, of which there are either, and of the pass that makes rows of them.
+    waits_bytes: int
+    pass_bytes: int
+    rows: mx.array | None = None
+    over: bool = False
+
+    def let_go(self) -> None:
+        """Nothing of it is needed any more."""
+        self.file, self.patches, self.rows, self.over = b"", None, None, True
+
+
+@dataclass(slots=True)
 class PromptImages:
     """The images of a conversation, in the order in which it has them.
 
@@ -38,43 +68,59 @@ class PromptImages:
     """
 
     reader: ImageReader
-    patches: list[ImagePatches]
-    digests: list[bytes]
+    images: list[_PromptImage] = field(default_factory=list)
     word: str = field(default_factory=lambda: f"image{secrets.token_hex(8)}n")
     # Of the work for rows, that are done.
     steps: int = 0
     # Ascending places of rows in the prompt, all images' one after the other.
     places: list[int] = field(default_factory=list)
-    # Rows of images that were read, by the image; let go once a prefill is behind them.
-    _rows: dict[int, mx.array] = field(default_factory=dict)
-    # Those that are being read.
-    _readings: dict[int, Generator[None, None, mx.array]] = field(default_factory=dict)
+    # The image that is being read, if one is.
+    _reading: tuple[_PromptImage, Generator[None, None, mx.array]] | None = None
 
     @classmethod
     def of(
-        cls, messages: Sequence[Message], reader: ImageReader
+        cls, messages: Sequence[Message], reader: ImageReader, seen: Callable[[], None] = lambda: None
     ) -> tuple[list[Message], PromptImages | None]:
         """Messages with a mark for each image, and the images; None if there are none.
 
-        Raises InvalidValue, PayloadTooLarge: from ``read_image``.
-        """
-        found = cls(reader, [], [])
-        marked = [found._marked(message, f"messages[{index}]") for index, message in enumerate(messages)]
-        return marked, found if found.patches else None
+        Args:
+            seen: called after each image, which may take seconds.
 
-    def _marked(self, message: Message, where: str) -> Message:
+        Raises InvalidValue, PayloadTooLarge: from ``read_image``; InvalidValue also for too many; and what
+        ``seen`` raises.
+        """
+        found = cls(reader)
+        marked = [
+            found._marked(message, f"messages[{index}]", seen) for index, message in enumerate(messages)
+        ]
+        return marked, found if found.images else None
+
+    def _marked(self, message: Message, where: str, seen: Callable[[], None]) -> Message:
         if IMAGES not in message:
             return message
         content = message.get("content") or ""
         pieces: list[str] = []
         at = 0
-        for chars, data in _images(message, where):
-            pieces += [content[at:chars], f"{self.word}{len(self.patches)}n"]
+        for chars, file in _images(message, where):
+            if len(self.images) == limits.IMAGES:
+                raise InvalidValue(f"{where}: these are more than {limits.IMAGES} images.", param=where)
+            pieces += [content[at:chars], f"{self.word}{len(self.images)}n"]
             at = chars
-            self.patches.append(self.reader.patches(read_image(data, where)))
-            self.digests.append(hashlib.sha256(data).digest())
-        plain = {key: value for key, value in message.items() if key != IMAGES}
-        return plain | {"content": "".join([*pieces, content[at:]])}
+            self.images.append(self._read(file, where))
+            seen()
+        return without_images(message) | {"content": "".join([*pieces, content[at:]])}
+
+    def _read(self, file: bytes, where: str) -> _PromptImage:
+        patches = self.reader.patches(read_image(file, where))
+        return _PromptImage(
+            file,
+            _digest(patches.pixels),
+            patches,
+            patches.rows,
+            patches.text,
+            max(patches.pixels.nbytes, self.reader.row_bytes(patches)),
+            self.reader.pass_bytes(patches),
+        )
 
     # ---- text ------------------------------------------------------------------------------------------
 
@@ -96,6 +142,28 @@ class PromptImages:
                 parts.append({"type": "text", "text": piece})
         return message | {"content": parts}
 
+    def shown(self, message: Message) -> Message:
+        """A message with what stands for each image in the place of its mark."""
+        content = message.get("content")
+        if not isinstance(content, str) or self.word not in content:
+            return message
+        pieces = re.split(f"{self.word}([0-9]+)n", content)
+        pieces[1::2] = [self.images[int(image)].text for image in pieces[1::2]]
+        return message | {"content": "".join(pieces)}
+
+    def shown_marks(
+        self, messages: Sequence[Message], marks: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """``marks``, (message, characters of its content), as they are in what ``shown`` gives of messages.
+        One where an image stands is behind it."""
+        lengths = iter([len(each.text) for each in self.images])
+        before = [[(at, next(lengths)) for at, _ in message.get(IMAGES, ())] for message in messages]
+        return [
+            (message, chars + sum(length for at, length in before[message] if at <= chars))
+            for message, chars in marks
+            if message < len(messages)
+        ]
+
     def put_into(self, text: str, order: list[int], model: str) -> str:
         """``text`` with what stands for each image in the place of its placeholder.
 
@@ -108,39 +176,74 @@ class PromptImages:
                 hint="Send images in messages of the user, or choose another model.",
                 param="messages",
             )
-        shown = (self.patches[image].text for image in order)
+        shown = (self.images[image].text for image in order)
         return pieces[0] + "".join(stands + piece for stands, piece in zip(shown, pieces[1:], strict=True))
 
     # ---- tokens ----------------------------------------------------------------------------------------
 
     def find(self, tokens: Sequence[int]) -> None:
-        """Find the rows' places in the prompt. Raises BadRequest if they are not as many as rows."""
+        """Find the rows' places in the prompt. Raises BadRequest if they are not as many as rows, or the last
+        token is one: it is left to decoding, which knows no rows."""
         self.places = [at for at, token in enumerate(tokens) if token == self.reader.row_token]
-        wanted = sum(each.rows for each in self.patches)
+        wanted = sum(each.count for each in self.images)
         if len(self.places) != wanted:
             raise BadRequest(
                 f"The prompt has {len(self.places)} places for {wanted} rows of images.",
                 hint="The model's tokenizer and its config do not belong together; choose another copy.",
                 param="model",
             )
+        if self.places[-1] == len(tokens) - 1:
+            raise BadRequest(
+                "The model's chat template ends with an image, and leaves nothing to answer from.",
+                hint="Send text behind the image, or choose another model.",
+                param="messages",
+            )
 
     def keys(self, tokens: Sequence[int]) -> list[int]:
         """A number for each token: for a row one that its image's content decides, 62 bits of a hash. Two
         prompts whose numbers begin alike have the same keys and values there."""
         found = list(tokens)
-        for image, places in enumerate(self._by_image()):
-            stream = hashlib.shake_128(self.digests[image]).digest(8 * len(places))
+        for image, places in self._by_image():
+            stream = hashlib.shake_128(image.digest).digest(8 * len(places))
             numbers = np.frombuffer(stream, dtype="<u8") % _ABOVE + _ABOVE
             for place, number in zip(places, numbers.tolist(), strict=True):
                 found[place] = number
         return found
 
-    def _by_image(self) -> Iterator[list[int]]:
-        """The places of each image's rows."""
+    def _by_image(self) -> Iterator[tuple[_PromptImage, list[int]]]:
+        """Each image, and the places of its rows."""
         end = 0
-        for each in self.patches:
-            first, end = end, end + each.rows
-            yield self.places[first:end]
+        for each in self.images:
+            first, end = end, end + each.count
+            yield each, self.places[first:end]
+
+    # ---- memory ----------------------------------------------------------------------------------------
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that images take, or will take until a prefill is behind them. They are read one at a time,
+        and each waits as pixels, then as rows."""
+        left = [each for each in self.images if not each.over]
+        reading = max((each.pass_bytes for each in left if each.rows is None), default=0)
+        return reading + sum(each.waits_bytes for each in left)
+
+    def wait(self) -> None:
+        """Let the pixels go: the prompt has to wait. They are made of the files again when they are needed,
+        which takes no more than WORKING_BYTES."""
+        for each in self.images:
+            each.patches = None
+
+    def begin_behind(self, tokens: int) -> None:
+        """Let those images go whose rows are among the prompt's first ``tokens``."""
+        for image, places in self._by_image():
+            if places[-1] < tokens:
+                image.let_go()
+
+    def end(self) -> None:
+        """Let all go."""
+        self._reading = None
+        for each in self.images:
+            each.let_go()
 
     # ---- prefill ---------------------------------------------------------------------------------------
 
@@ -149,7 +252,7 @@ class PromptImages:
         """[first, end) of the prompt's tokens that see each other both ways, ascending."""
         if not self.reader.both_ways:
             return []
-        return [(places[0], places[-1] + 1) for places in self._by_image()]
+        return [(places[0], places[-1] + 1) for _, places in self._by_image()]
 
     def embedded(
         self, embed: Callable[[mx.array], mx.array], tokens: mx.array, first: int
@@ -158,33 +261,48 @@ class PromptImages:
         rows of images, which are read, in their places; None if the chunk has none."""
         end = first + tokens.shape[1]
         chunk: mx.array | None = None
-        for image, places in enumerate(self._by_image()):
+        for image, places in self._by_image():
             inside = [row for row, place in enumerate(places) if first <= place < end]
             if inside:
+                if image.rows is None:
+                    raise RuntimeError("an image is not read yet whose rows stand in this chunk")
                 chunk = embed(tokens) if chunk is None else chunk
-                rows = self._rows[image][inside[0] : inside[-1] + 1].astype(chunk.dtype)
-                at = mx.array([places[row] - first for row in inside])
-                chunk[:, at] = rows[None]
+                rows = image.rows[inside[0] : inside[-1] + 1].astype(chunk.dtype)
+                chunk[:, mx.array([places[row] - first for row in inside])] = rows[None]
             if places[-1] < end:
-                self._rows.pop(image, None)
+                image.let_go()
         return chunk
 
     def read_on(self, first: int, end: int) -> bool:
-        """Read a layer's worth of the first image that the prompt's tokens [first, end) need and that is not
+        """Take a step of reading the first image that the prompt's tokens [first, end) need and that is not
         read yet. False if there is none."""
-        for image, places in enumerate(self._by_image()):
-            if image in self._rows or places[0] >= end or places[-1] < first:
+        for image, places in self._by_image():
+            if image.over or image.rows is not None or places[0] >= end or places[-1] < first:
                 continue
             self.steps += 1
-            reading = self._readings.setdefault(image, self.reader.reading(self.patches[image]))
+            _, reading = self._reading = self._reading or (image, self._reading_of(image))
             try:
                 next(reading)
             except StopIteration as ended:
                 mx.eval(ended.value)
-                self._rows[image] = ended.value
-                del self._readings[image]
+                image.rows, self._reading = ended.value, None
             return True
         return False
+
+    def _reading_of(self, image: _PromptImage) -> Generator[None, None, mx.array]:
+        patches = image.patches or self.reader.patches(read_image(image.file, "messages"))
+        image.file, image.patches = b"", None
+        return self.reader.reading(patches)
+
+
+def without_images(message: Message) -> Message:
+    """A message without its images; its text is the same."""
+    return {key: value for key, value in message.items() if key != IMAGES}
+
+
+def _digest(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
+    """A hash of pixels, and not of the file: another version of a decoder may make others of it."""
+    return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
 
 
 def _images(message: Message, where: str) -> ImageList:

@@ -21,7 +21,7 @@ import numpy as np
 from mlx_lm.models.gemma3_text import RMSNorm
 
 from fleetd import limits
-from fleetd.engine.vision.encoder_parts import activation, attended, by_heads
+from fleetd.engine.vision.encoder_parts import PassSizes, activation, attended, by_heads
 from fleetd.engine.vision.image_reader import ImagePatches, ImageReader, ImageSettings
 from fleetd.models.json_files import read_json
 from fleetd.text.decoding import from_plain
@@ -74,9 +74,10 @@ class _SiglipAttention(nn.Module):  # type: ignore[misc]
         self.v_proj = nn.Linear(width, width)
         self.out_proj = nn.Linear(width, width)
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def reading(self, x: mx.array) -> Generator[None, None, mx.array]:
         q, k, v = (by_heads(each(x), self.heads) for each in (self.q_proj, self.k_proj, self.v_proj))
-        return self.out_proj(attended(q, k, v))  # type: ignore[no-any-return]
+        seen = yield from attended(q, k, v)
+        return self.out_proj(seen)  # type: ignore[no-any-return]
 
 
 class _SiglipFeedForward(nn.Module):  # type: ignore[misc]
@@ -98,8 +99,8 @@ class _SiglipLayer(nn.Module):  # type: ignore[misc]
         self.layer_norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = _SiglipFeedForward(config)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        x = x + self.self_attn(self.layer_norm1(x))
+    def reading(self, x: mx.array) -> Generator[None, None, mx.array]:
+        x = x + (yield from self.self_attn.reading(self.layer_norm1(x)))
         return x + self.mlp(self.layer_norm2(x))
 
 
@@ -114,15 +115,28 @@ class SiglipEncoder(nn.Module):  # type: ignore[misc]
 
     def __init__(self, config: SiglipConfig) -> None:
         super().__init__()
+        self.config = config
         self.embeddings = _SiglipEmbeddings(config)
         self.encoder = _SiglipLayers(config)
         self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
+    @property
+    def sizes(self) -> PassSizes:
+        config = self.config
+        return PassSizes(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            config.patch_size,
+            self.embeddings.patch_embedding.weight.dtype.size,
+        )
+
     def reading(self, pixels: mx.array) -> Generator[None, None, mx.array]:
-        """(H, W, 3), of the size that the config says → (L, W of the encoder), a layer at a time."""
+        """(H, W, 3), of the size that the config says → (L, W of the encoder), in steps."""
         x = self.embeddings(pixels)
+        del pixels
         for layer in self.encoder.layers:
-            x = layer(x)
+            x = yield from layer.reading(x)
             # What attention takes is not held for all of them, and others have their turns meanwhile.
             mx.eval(x)
             yield
@@ -169,19 +183,24 @@ class Gemma3Reader(ImageReader):
         self.placeholder = words.begin
         self.text = f"\n\n{words.begin}{words.row * self.rows}{words.end}\n\n"
         self.vision_tower = SiglipEncoder(vision)
+        self.text_width = int(config["text_config"]["hidden_size"])
         self.multi_modal_projector = Gemma3Projector(
             vision.hidden_size,
-            int(config["text_config"]["hidden_size"]),
+            self.text_width,
             side=vision.side,
             rows=self.rows,
             eps=vision.layer_norm_eps,
         )
 
+    @property
+    def sizes(self) -> PassSizes:
+        return self.vision_tower.sizes
+
     def patches(self, image: np.ndarray[Any, np.dtype[np.uint8]]) -> ImagePatches:
-        return ImagePatches(self.settings.pixels(image, self.size, self.size), self.rows, self.text)
+        return ImagePatches(self.settings.resized(image, self.size, self.size), self.rows, self.text)
 
     def reading(self, patches: ImagePatches) -> Generator[None, None, mx.array]:
-        seen = yield from self.vision_tower.reading(mx.array(patches.pixels))
+        seen = yield from self.vision_tower.reading(self.settings.normalised(patches.pixels))
         found: mx.array = self.multi_modal_projector(seen)
         return found
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from fleetd import limits
 from fleetd.engine.protocol import (
     Accepted,
+    ChatPrompt,
     Delta,
     Finished,
     Generate,
@@ -30,6 +31,8 @@ from fleetd.requests.remote.messages import JobEvent, RanAt
 # Events without progress, before every token has one: a flush at a tool call, at a stop string, at the end.
 # And tokens besides those of a prompt or an answer.
 _SPARE = 16
+# Of reading an image: the largest encoder makes a turn of each 512 patches of a layer, some 600 in all.
+_IMAGE_STEPS = 1024
 
 
 class AnswerCheck:
@@ -45,6 +48,8 @@ class AnswerCheck:
         self._most_tokens = context if request.max_tokens is None else min(request.max_tokens, context)
         self._echoed_chars = _echoed_chars(request)
         self._most_prompt_tokens = _most_prompt_tokens(request)
+        images = request.prompt.images if isinstance(request.prompt, ChatPrompt) else 0
+        self._most_image_steps = images * _IMAGE_STEPS
         self._tokens = self._chars = self._argument_chars = self._piece_chars = 0
         self._calls = self._empty = self._loading = self._prefills = 0
         self._entries = self._entry_texts = self._entry_chars = 0
@@ -73,7 +78,7 @@ class AnswerCheck:
                 self._prefills += 1
                 _require(event.done <= event.total <= self._known_tokens, "prefills more than the prompt")
                 most = max(self._prompt_tokens or 0, event.total) + _SPARE
-                _require(self._prefills <= most, "prefills without end")
+                _require(self._prefills <= most + self._most_image_steps, "prefills without end")
             case Delta():
                 self._delta(event)
             case ToolCallPiece():
