@@ -43,10 +43,15 @@ class Dialer:
             task = self._tasks[dial] = group.create_task(self._run(dial), name=f"dial {dial.address[0]}")
             task.add_done_callback(lambda done: self._ended(dial, done))
 
-    def end_others(self, connected: Dial, node_id: str) -> None:
-        """Cancel the dials to other addresses of a machine that ``connected`` has reached."""
+    def reached(self, connected: Dial, node_id: str) -> None:
+        """A dial has opened a session with a machine: cancel those to its other addresses.
+
+        The dial is no longer under way, though its task has a last step to make: if the session is lost
+        before that, the same dial begins anew.
+        """
+        self._tasks.pop(connected, None)
         for dial, task in list(self._tasks.items()):
-            if dial.expected == node_id and dial != connected:
+            if dial.expected == node_id:
                 task.cancel()
 
     async def _run(self, dial: Dial) -> None:
@@ -60,6 +65,8 @@ class Dialer:
             self._failed(dial, PeerUnreachable(f"It could not be dialled: {type(error).__name__}."))
 
     def _ended(self, dial: Dial, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(dial) is not task:
+            return
         del self._tasks[dial]
         if task.cancelled():  # possibly before its first step
             self._cancelled(dial)
