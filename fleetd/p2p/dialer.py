@@ -47,10 +47,11 @@ class Dialer:
         """It is known what came of a dial: the same one may begin again before its task has ended."""
         self._tasks.pop(dial, None)
 
-    def end_others(self, connected: Dial, node_id: str) -> None:
-        """Cancel the dials to other addresses of a machine that ``connected`` has reached."""
+    def reached(self, connected: Dial, node_id: str) -> None:
+        """A dial has opened a session: it is over, and those to other addresses of the machine are cancelled."""
+        self.over(connected)
         for dial, task in list(self._tasks.items()):
-            if dial.expected == node_id and dial != connected:
+            if dial.expected == node_id:
                 task.cancel()
 
     async def _run(self, dial: Dial) -> None:

@@ -311,8 +311,6 @@ class Node:
             # Accepted or dialled just before the goodbye: the member must not begin to use it.
             connection.close()
             return
-        if connection.dialled is not None:
-            self.dialer.over(connection.dialled)
         known = self.connection(connection.node_id) is not None
         reached = connection.address
         if reached is None and hello.port and connection.peer_host:
@@ -332,7 +330,7 @@ class Node:
             log.info("peer.connected", peer=self.name_of(connection.node_id), address=where[0])
         if connection.dialled is not None:
             # Only for outbound sessions: if both sides dial, both must agree on the session that stays.
-            self.dialer.end_others(connection.dialled, connection.node_id)
+            self.dialer.reached(connection.dialled, connection.node_id)
         self.keeper.save_soon()  # the address at which it was reached
         self._perform()
         self._close_oldest(connection.node_id)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_nodes import WITHIN_S, introduce, running, settings
+from fleet_nodes import WITHIN_S, introduce, running, settings, until
 
 from fleetd import limits
-from fleetd.errors import PeerUnreachable
+from fleetd.errors import PeerLost, PeerUnreachable
 from fleetd.p2p.actions import Dial
 from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.node import Node
@@ -178,3 +178,35 @@ def _is_open(number: int) -> bool:
     except OSError:
         return False
     return True
+
+
+@pytest.mark.parametrize("static", [True, False])
+async def test_a_machine_whose_session_is_lost_as_it_opens_is_called_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, static: bool
+) -> None:
+    """Both in one turn of the loop, as when it was busy: the call's task has not made its last step."""
+    b = Node(settings(tmp_path, "b"))
+    await b.open()
+    address = ("127.0.0.1", b.port)
+    a = Node(settings(tmp_path, "a", static=(address,) if static else ()))
+    opened, sessions = a.opened, list[PeerConnection]()
+
+    def opening(connection: PeerConnection) -> None:
+        opened(connection)
+        sessions.append(connection)
+        if len(sessions) == 1:
+            connection.abort(PeerLost("It broke."))
+
+    monkeypatch.setattr(a, "opened", opening)
+    async with running(a, b):
+        a.port = 0  # not told to the other one, which would call
+        for node, other in ((b, a), (a, b)):
+            node.roster.admit(other.identity.certificate, other.name, True)
+            await node.roster_changed()
+        if not static:
+            # As if the loop had stood still for so long in that turn.
+            monkeypatch.setattr(limits, "DIAL_AGAIN_S", 0.0)
+            a.reached(b.node_id, address)
+        await until(a, lambda: len(sessions) == 2)
+        assert sessions[1].initiator
+        a.validate()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from fakes import FakeModels, FakePool
+from kept_machines import FormedMachines, KeptMachines, LastingMachines
 from runners import runner_over
 
 from fleetd.requests.ledger import Ledger
@@ -26,3 +27,17 @@ def make_runner(ledger: Ledger, metrics: Metrics) -> Callable[..., RequestRunner
         return runner_over(pool, models, ledger, metrics, **options)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def lasting(form: Callable[[], FormedMachines]) -> Iterator[LastingMachines]:
+    """``form``: a fixture of the module."""
+    found = LastingMachines(form)
+    yield found
+    found.end()
+
+
+@pytest.fixture
+def kept(lasting: LastingMachines, request: pytest.FixtureRequest) -> Iterator[KeptMachines]:
+    """Machines that outlast one test, unless it fails."""
+    yield from lasting.lent(request.session)

@@ -1,63 +1,49 @@
-"""Machines that outlast one test, and a fault that strikes them at one step."""
+"""Machines that outlast one test."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import short_stages
+import pytest
 import structlog
 import uvloop
-import wrong_sums
-from group_table import HOME
-from grouped_machines import GroupedMachines, began_again
-from msgspec.structs import replace
-from request_events import RequestEvents
-from sharing import workers
-from wire import Effect
-
-from fleetd.errors import FleetError
-
-# Within this a request is over, whatever strikes: beside other programs a load and an answer of machines that
-# all share the processors take minutes. What has to be known in time is asserted by itself.
-ANSWERED_S = 240.0
-# A daemon that answers and stands still goes on after this.
-_PAUSE_S = 0.3
 
 
 @dataclass
-class KeptGroups:
-    """Machines that outlast one test, what is here of them at rest, and the loop that is theirs."""
+class KeptMachines:
+    """Machines, the loop that is theirs, the answer to expect, and what is here of them at rest."""
 
-    machines: GroupedMachines
+    machines: Any
     runner: asyncio.Runner
     expected: Any
     before: dict[str, int]
 
 
-def kept_machines(entered: contextlib.AbstractAsyncContextManager[Any]) -> Iterator[KeptGroups]:
-    """The body of a fixture. ``entered``: of machines."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+FormedMachines = contextlib.AbstractContextManager[KeptMachines]
+
+
+@contextlib.contextmanager
+def kept_machines(
+    entered: contextlib.AbstractAsyncContextManager[Any], warmed: Callable[[Any], Awaitable[Any]]
+) -> Iterator[KeptMachines]:
+    """Machines, until this is left.
+
+    ``warmed`` uses them for the first time, so that what is made once and kept is there. It returns the
+    answer to expect.
+    """
+    with _logging_restored(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         loop = runner.get_loop()
-        made: asyncio.Future[tuple[GroupedMachines, Any]] = loop.create_future()
+        made: asyncio.Future[tuple[Any, Any]] = loop.create_future()
         over = asyncio.Event()
 
         async def keep() -> None:
             async with entered as found:
-                # What is made once and kept is there after the first group.
-                await found.ask(found.prompt("first"), RequestEvents(), lambda _: None)
-                await found.unload()
-                found.mend()
-                await found.quiet()
-                made.set_result((found, await _whole(found)))
+                made.set_result((found, await warmed(found)))
                 await over.wait()
 
         async def begin() -> asyncio.Task[None]:
@@ -67,7 +53,7 @@ def kept_machines(entered: contextlib.AbstractAsyncContextManager[Any]) -> Itera
                 await keeper
             return keeper
 
-        async def at_rest() -> dict[str, int]:
+        async def at_rest() -> Any:
             return made.result()[0].own()
 
         async def end(keeper: asyncio.Task[None]) -> None:
@@ -75,75 +61,41 @@ def kept_machines(entered: contextlib.AbstractAsyncContextManager[Any]) -> Itera
             await keeper
 
         keeper = runner.run(begin())
-        before = runner.run(at_rest())
-        yield KeptGroups(made.result()[0], runner, made.result()[1], before)
-        runner.run(end(keeper))
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
+        found, expected = made.result()
+        try:
+            yield KeptMachines(found, runner, expected, runner.run(at_rest()))
+        finally:
+            runner.run(end(keeper))
 
 
-async def _whole(fleet: GroupedMachines) -> Any:
-    """The answer of one worker that has the whole model."""
-    async with workers(Path(fleet.home.folder.path), 1) as (whole,):
-        told = RequestEvents()
-        await told.read(whole.stream(fleet.prompt("whole")))
-        return told.answer
+@contextlib.contextmanager
+def _logging_restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        structlog.reset_defaults()
 
 
-class GroupStrike:
-    """One fault of a case, at its step."""
+class LastingMachines:
+    """Machines of the tests of a module. A test that fails may leave anything: the next one has others."""
 
-    def __init__(self, fleet: GroupedMachines, case: Any, steps: Mapping[str, str]) -> None:
-        self.fleet, self.case, self._steps = fleet, case, steps
-        self._clock = asyncio.get_running_loop().time
-        self.struck_s = self.noticed_s = 0.0
+    def __init__(self, form: Callable[[], FormedMachines]) -> None:
+        self._form, self._stack = form, contextlib.ExitStack()
+        self._formed: KeptMachines | None = None
 
-    def __call__(self, step: str) -> Effect:
-        if not self.struck_s and step == self._steps[self.case.step]:
-            self.struck_s = self._clock()
-            getattr(self, f"_{self.case.fault.replace(' ', '_')}")(self.case.role.machine)
-        return Effect.PASS
+    def lent(self, session: pytest.Session) -> Iterator[KeptMachines]:
+        """The body of a fixture of one test."""
+        failed = session.testsfailed
+        if self._formed is None:
+            self._formed = self._stack.enter_context(self._form())
+        yield self._formed
+        if session.testsfailed > failed:
+            self.end()
 
-    def seen(self, event: Any) -> None:
-        """Notes when the fault is known."""
-        if self.struck_s and not self.noticed_s and (began_again(event) or isinstance(event, FleetError)):
-            self.noticed_s = self._clock()
-
-    def _killed(self, name: str) -> None:
-        self.fleet.signal(name, signal.SIGKILL)
-        if self.case.role.part == "daemon":
-            self.fleet.wire.cut_off(name)
-
-    def _stopped(self, name: str) -> None:
-        if self.case.role.part == "worker":
-            self.fleet.signal(name, signal.SIGSTOP)
-            return
-        self.fleet.wire.freeze(name)
-        if name == HOME:
-            asyncio.get_running_loop().call_later(_PAUSE_S, self.fleet.wire.mend)
-
-    def _stalled(self, name: str) -> None:
-        for link in self.fleet.streams(name):
-            link.hold()
-
-    def _reset(self, name: str) -> None:
-        kind = "session" if self.case.role.part == "daemon" else "stream"
-        # Home dials its members.
-        end = Effect.RESET_DIALLER if name == HOME else Effect.RESET_LISTENER
-        for link in self.fleet.wire.links(name, kind):
-            link.reset(Effect.RESET if kind == "session" else end)
-
-    def _out_of_memory(self, name: str) -> None:
-        for pid in self.fleet.pids(name):
-            short_stages.path(pid).touch()
-        pool = self.fleet.all[name].pool
-        pool.maker.options = replace(pool.maker.options, max_memory_bytes=1 << 20)
-
-    def _disk_full(self, _name: str) -> None:
-        self.fleet.fill_disk()
-
-    def _adding_wrongly(self, name: str) -> None:
-        """Every sum is wrong from now on, by less than changes an answer."""
-        for pid in self.fleet.pids(name):
-            wrong_sums.wrong(pid).write_text(str(1 + 2**-12))
+    def end(self) -> None:
+        self._formed = None
+        self._stack.close()

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from fault_seams import settled
+from group_strikes import ANSWERED_S, kept_groups
 from grouped_machines import HELPERS, GroupedMachines, machines
-from kept_machines import ANSWERED_S, KeptGroups, kept_machines
+from kept_machines import FormedMachines, KeptMachines
 from msgspec.structs import replace
 from request_events import RequestEvents
 from wire import Effect
@@ -26,10 +27,13 @@ FAST_S, SLOW_S = 0.001, 0.05
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptGroups]:
-    folder = tmp_path_factory.mktemp("machines")
-    # Nothing here is about silence, and a machine that is busy must not lose its place by it.
-    yield from kept_machines(machines(folder, GROUP_RECUT_IDLE_S=0.0, GROUP_SILENT_S=10.0))
+def form(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], FormedMachines]:
+    def formed() -> FormedMachines:
+        folder = tmp_path_factory.mktemp("machines")
+        # Nothing here is about silence, and a machine that is busy must not lose its place by it.
+        return kept_groups(machines(folder, GROUP_RECUT_IDLE_S=0.0, GROUP_SILENT_S=10.0))
+
+    return formed
 
 
 def front(fleet: GroupedMachines) -> GroupFront:
@@ -69,7 +73,7 @@ async def asked(fleet: GroupedMachines, name: str) -> RequestEvents:
 
 
 async def exchanged(
-    kept: KeptGroups, strike: Callable[[str], object], after: Callable[[GroupFront], None]
+    kept: KeptMachines, strike: Callable[[str], object], after: Callable[[GroupFront], None]
 ) -> None:
     """A group that has answered is cut anew, and answers again.
 
@@ -120,7 +124,7 @@ def fleet_digest(groups: Any) -> str:
     return str(formed.plan.digest)
 
 
-def test_an_idle_machine_takes_the_place_of_a_slow_one(kept: KeptGroups) -> None:
+def test_an_idle_machine_takes_the_place_of_a_slow_one(kept: KeptMachines) -> None:
     fleet, steps = kept.machines, list[str]()
 
     def after(before: GroupFront) -> None:
@@ -164,7 +168,7 @@ def _short(fleet: GroupedMachines, name: str) -> None:
 
 @pytest.mark.parametrize(("fault", "step"), _CASES)
 def test_the_group_goes_on_if_the_other_machine_fails_before_it_has_its_layers(
-    kept: KeptGroups, fault: str, step: str
+    kept: KeptMachines, fault: str, step: str
 ) -> None:
     fleet, struck = kept.machines, list[str]()
 
@@ -185,7 +189,7 @@ def test_the_group_goes_on_if_the_other_machine_fails_before_it_has_its_layers(
 
 
 @pytest.mark.parametrize("name", [pytest.param("home", marks=pytest.mark.long), IDLE])
-def test_the_model_is_loaded_again_if_the_other_cut_fails_at_last(kept: KeptGroups, name: str) -> None:
+def test_the_model_is_loaded_again_if_the_other_cut_fails_at_last(kept: KeptMachines, name: str) -> None:
     fleet, struck = kept.machines, list[str]()
 
     def strike(step: str) -> None:
@@ -204,7 +208,7 @@ def test_the_model_is_loaded_again_if_the_other_cut_fails_at_last(kept: KeptGrou
 
 
 @pytest.mark.long
-def test_a_request_that_comes_while_the_other_machine_loads_is_answered_as_before(kept: KeptGroups) -> None:
+def test_a_request_that_comes_while_the_other_machine_loads_is_answered_as_before(kept: KeptMachines) -> None:
     fleet, asking = kept.machines, list[asyncio.Task[RequestEvents]]()
 
     def strike(step: str) -> None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
+from group_strikes import ANSWERED_S, GroupStrike, kept_groups
 from group_table import FAULTS, FORMING, HOME, MEMBER, SERVING, STEPS, GroupCase, table
 from grouped_machines import BUSY_S, HELPERS, NOTICED_S, STALL_S, began_again, machines
-from kept_machines import ANSWERED_S, GroupStrike, KeptGroups, kept_machines
+from kept_machines import FormedMachines, KeptMachines
 from msgspec.structs import replace
 from request_events import RequestEvents
 from wire import Effect, Link
@@ -49,16 +50,16 @@ def _parameters() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptGroups]:
-    yield from kept_machines(machines(tmp_path_factory.mktemp("machines")))
+def form(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], FormedMachines]:
+    return lambda: kept_groups(machines(tmp_path_factory.mktemp("machines")))
 
 
 @pytest.mark.parametrize("case", _parameters())
-def test_a_fault_costs_time_and_nothing_else(kept: KeptGroups, case: GroupCase) -> None:
+def test_a_fault_costs_time_and_nothing_else(kept: KeptMachines, case: GroupCase) -> None:
     kept.runner.run(_strike(kept, case))
 
 
-async def _strike(kept: KeptGroups, case: GroupCase) -> None:
+async def _strike(kept: KeptMachines, case: GroupCase) -> None:
     fleet, told = kept.machines, RequestEvents()
     strike = fleet.point = GroupStrike(fleet, case, STEPS)
     try:
@@ -102,7 +103,7 @@ def _check(case: GroupCase, strike: GroupStrike, told: RequestEvents, expected: 
 
 
 async def _asked(
-    kept: KeptGroups,
+    kept: KeptMachines,
     step: str,
     strike: Callable[[], object],
     seen: Callable[[Any], None] = lambda _: None,
@@ -133,7 +134,7 @@ async def _asked(
     return told
 
 
-def test_a_member_that_falls_asleep_is_replaced_and_free_when_it_wakes(kept: KeptGroups) -> None:
+def test_a_member_that_falls_asleep_is_replaced_and_free_when_it_wakes(kept: KeptMachines) -> None:
     async def run() -> None:
         fleet = kept.machines
 
@@ -153,7 +154,7 @@ def test_a_member_that_falls_asleep_is_replaced_and_free_when_it_wakes(kept: Kep
     kept.runner.run(run())
 
 
-def test_while_an_answer_goes_on_the_status_says_which_machine_was_lost(kept: KeptGroups) -> None:
+def test_while_an_answer_goes_on_the_status_says_which_machine_was_lost(kept: KeptMachines) -> None:
     async def run() -> None:
         fleet, why = kept.machines, set[str]()
 
@@ -172,7 +173,7 @@ def test_while_an_answer_goes_on_the_status_says_which_machine_was_lost(kept: Ke
     kept.runner.run(run())
 
 
-def test_a_member_that_is_unpaired_in_the_middle_of_an_answer_is_replaced(kept: KeptGroups) -> None:
+def test_a_member_that_is_unpaired_in_the_middle_of_an_answer_is_replaced(kept: KeptMachines) -> None:
     async def run() -> None:
         fleet = kept.machines
         node, member = fleet.home.node, fleet.all[MEMBER].node
@@ -194,7 +195,7 @@ def test_a_member_that_is_unpaired_in_the_middle_of_an_answer_is_replaced(kept: 
 
 
 def test_a_member_with_another_version_is_in_a_group_that_is_labelled_so(
-    kept: KeptGroups, monkeypatch: pytest.MonkeyPatch
+    kept: KeptMachines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was updated, and its layers may round otherwise."""
 
@@ -222,7 +223,7 @@ def test_a_member_with_another_version_is_in_a_group_that_is_labelled_so(
 
 
 def test_a_member_whose_memory_is_needed_elsewhere_keeps_its_promise_and_makes_no_other(
-    kept: KeptGroups,
+    kept: KeptMachines,
 ) -> None:
     async def run() -> None:
         fleet = kept.machines
@@ -250,7 +251,7 @@ def test_a_member_whose_memory_is_needed_elsewhere_keeps_its_promise_and_makes_n
 # ---- three machines --------------------------------------------------------------------------------------
 
 
-def test_a_broken_stream_between_two_members_costs_time_and_nothing_else(kept: KeptGroups) -> None:
+def test_a_broken_stream_between_two_members_costs_time_and_nothing_else(kept: KeptMachines) -> None:
     """It ends the group; the next one of the same machines has no such stream."""
 
     async def run() -> None:
@@ -288,7 +289,7 @@ def test_a_broken_stream_between_two_members_costs_time_and_nothing_else(kept: K
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
-def test_groups_that_formed_and_ended_leave_nothing(kept: KeptGroups, count: int) -> None:
+def test_groups_that_formed_and_ended_leave_nothing(kept: KeptMachines, count: int) -> None:
     """Processes, tasks, descriptors, reservations, memory: whatever one group leaves, many would add up."""
 
     async def run() -> None:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
 import wrong_sums
+from group_strikes import ANSWERED_S, GroupStrike, kept_groups
 from group_table import HOME, MEMBER
 from grouped_machines import BUSY_S, began_again
-from kept_machines import ANSWERED_S, GroupStrike, KeptGroups, kept_machines
+from kept_machines import FormedMachines, KeptMachines
 from rank_table import FAULTS, FORMING, SERVING, STEPS, RankCase, table
 from ranked_machines import SILENT_S, ranked
 from request_events import RequestEvents
@@ -54,8 +55,8 @@ def _parameters() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptGroups]:
-    yield from kept_machines(ranked(tmp_path_factory.mktemp("ranks")))
+def form(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], FormedMachines]:
+    return lambda: kept_groups(ranked(tmp_path_factory.mktemp("ranks")))
 
 
 def _assert_same(told: RequestEvents, expected: Any, within: float = _ROUNDING) -> None:
@@ -67,11 +68,11 @@ def _assert_same(told: RequestEvents, expected: Any, within: float = _ROUNDING) 
 
 
 @pytest.mark.parametrize("case", _parameters())
-def test_a_fault_costs_time_and_nothing_else(kept: KeptGroups, case: RankCase) -> None:
+def test_a_fault_costs_time_and_nothing_else(kept: KeptMachines, case: RankCase) -> None:
     kept.runner.run(_strike(kept, case))
 
 
-async def _strike(kept: KeptGroups, case: RankCase) -> None:
+async def _strike(kept: KeptMachines, case: RankCase) -> None:
     fleet, told = kept.machines, RequestEvents()
     strike = fleet.point = GroupStrike(fleet, case, STEPS)
     try:
@@ -111,7 +112,7 @@ def _check(case: RankCase, strike: GroupStrike, told: RequestEvents, expected: A
 
 
 @pytest.mark.parametrize("machine", [HOME, MEMBER])
-def test_what_a_rank_that_adds_wrongly_said_is_no_answer(kept: KeptGroups, machine: str) -> None:
+def test_what_a_rank_that_adds_wrongly_said_is_no_answer(kept: KeptMachines, machine: str) -> None:
     """So wrongly that the tokens are others: the request fails, or one machine gives its own answer."""
 
     async def run() -> None:
@@ -150,7 +151,7 @@ def test_what_a_rank_that_adds_wrongly_said_is_no_answer(kept: KeptGroups, machi
 
 @pytest.mark.parametrize("machine", [MEMBER, HOME])
 def test_of_a_rank_whose_start_is_cancelled_no_process_is_left(
-    kept: KeptGroups, machine: str, monkeypatch: pytest.MonkeyPatch
+    kept: KeptMachines, machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it is when the group is lost just then: the process is there, and nobody has its id yet."""
     execute, started = asyncio.create_subprocess_exec, list[str]()
@@ -188,7 +189,7 @@ def test_of_a_rank_whose_start_is_cancelled_no_process_is_left(
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
-def test_ranks_that_formed_and_ended_leave_nothing(kept: KeptGroups, count: int) -> None:
+def test_ranks_that_formed_and_ended_leave_nothing(kept: KeptMachines, count: int) -> None:
     """Processes, files, threads, tasks, descriptors, reservations: whatever one ring leaves, many add up."""
 
     async def run() -> None:

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-import structlog
-import uvloop
 from fault_machines import PATIENT_S, SETUP_S, FaultMachines, machines
 from fault_seams import settled
 from fault_table import FAULTS, HOME, SCENARIOS, Case, Role, Step, table
+from kept_machines import FormedMachines, KeptMachines, kept_machines
 from msgspec.structs import replace
 from request_events import RequestEvents
 from wire import Effect
@@ -57,55 +54,16 @@ def _parameters() -> list[Any]:
     ]
 
 
-@dataclass
-class KeptMachines:
-    """Machines that outlast one test, what is here of them at rest, and the loop that is theirs."""
-
-    machines: FaultMachines
-    runner: asyncio.Runner
-    before: dict[str, int]
-
-
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptMachines]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    folder = tmp_path_factory.mktemp("machines")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        loop = runner.get_loop()
-        made: asyncio.Future[FaultMachines] = loop.create_future()
-        over = asyncio.Event()
+def form(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], FormedMachines]:
+    return lambda: kept_machines(machines(tmp_path_factory.mktemp("machines")), _warmed)
 
-        async def keep() -> None:
-            async with machines(folder) as found:
-                # What is made once and kept is there then.
-                found.scenario = SCENARIOS[0]
-                await found.run(found.prompt("first", -2))
-                await found.quiet()
-                made.set_result(found)
-                await over.wait()
 
-        async def made_or_failed() -> asyncio.Task[None]:
-            keeper = loop.create_task(keep())
-            await asyncio.wait({keeper, made}, return_when=asyncio.FIRST_COMPLETED)
-            if not made.done():
-                await keeper
-            return keeper
-
-        async def at_rest() -> dict[str, int]:
-            return made.result().own()
-
-        async def end(keeper: asyncio.Task[None]) -> None:
-            over.set()
-            await keeper
-
-        keeper = runner.run(made_or_failed())
-        before = runner.run(at_rest())
-        yield KeptMachines(made.result(), runner, before)
-        runner.run(end(keeper))
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
+async def _warmed(fleet: FaultMachines) -> None:
+    """What is made once and kept is there after the first prompt."""
+    fleet.scenario = SCENARIOS[0]
+    await fleet.run(fleet.prompt("first", -2))
+    await fleet.quiet()
 
 
 class Strike:

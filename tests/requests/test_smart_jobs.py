@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from smart_fakes import (
     NEEDLE,
     QUESTION,
     SCORER,
+    ScoringPool,
     chat,
     completion,
     folders,
@@ -560,9 +562,16 @@ def patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(limits, "SMART_GRACE_S", seconds)
 
 
+def late_scorer(home: Any) -> SmartHome:
+    """Its scorer does not answer the first question, and an hour passes once that is asked."""
+    pool = ScoringPool(trouble=[asyncio.Event()])
+    made: SmartHome = home(None, pool, lambda: time.monotonic() + 3600.0 * bool(pool.scores))
+    return made
+
+
 async def test_scoring_that_takes_too_long_is_given_up(home: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    patience(monkeypatch, 0.1)
-    this = home(trouble=[asyncio.Event()])
+    patience(monkeypatch, WITHIN_S)
+    this = late_scorer(home)
     assert (await this.told(chat())).code == "timeout"
     assert this.pool.cancelled_scores == 1
     assert this.pool.asked == [chat()]
@@ -582,19 +591,18 @@ async def test_choices_wait_once_for_scoring_that_takes_too_long(
 async def test_the_next_request_does_not_lose_the_time_again(
     home: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patience(monkeypatch, 0.1)
-    this = home(trouble=[asyncio.Event()])
+    patience(monkeypatch, WITHIN_S)
+    this = late_scorer(home)
     assert (await this.told(chat())).code == "timeout"
     assert (await this.told(chat())).code == "no_compressor"
     assert len(this.pool.scores) == 1
     # It is tried anew once that has passed.
     monkeypatch.setattr(limits, "BACKOFF_S", 0.0)
-    this = home(trouble=[asyncio.Event()])
+    this = late_scorer(home)
     # So fast that it pays though it is believed to be slower than it measured.
     this.speeds.seed("m", MeasuredSpeed(100.0, 100.0), now_s=0.0)
     this.speeds.seed(SCORER, MeasuredSpeed(10_000.0, 100.0), now_s=0.0)
     assert (await this.told(chat())).code == "timeout"
-    patience(monkeypatch, WITHIN_S)
     # The first one was read whole, and is in memory.
     assert (await this.told(chat(f"Another log.\n\n{haystack()}"))).used
 
