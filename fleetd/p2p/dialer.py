@@ -48,7 +48,7 @@ class Dialer:
         self._tasks.pop(dial, None)
 
     def reached(self, connected: Dial, node_id: str) -> None:
-        """A dial has opened a session: it is over, and those to other addresses of the machine are cancelled."""
+        """A dial has opened a session: it is over. Those to the machine's other addresses are cancelled."""
         self.over(connected)
         for dial, task in list(self._tasks.items()):
             if dial.expected == node_id:
