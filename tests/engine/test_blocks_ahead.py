@@ -9,7 +9,15 @@ from collections.abc import Iterator
 import pytest
 from family_params import in_turn
 
-from fleetd.engine.speculation.ahead import CLEAR, OFF, AheadFlight, AheadGain, GroupFlights
+from fleetd.engine.speculation.ahead import (
+    CLEAR,
+    OFF,
+    REST,
+    AheadFlight,
+    AheadGain,
+    GainEvidence,
+    GroupFlights,
+)
 from fleetd.engine.speculation.controller import Beside, Controller, Draft
 from fleetd.engine.speculation.pass_costs import Costs
 
@@ -137,6 +145,52 @@ def test_behind_the_last_draft_a_block_alone_is_no_wider_than_what_is_left() -> 
     flight = AheadFlight(4, 6, lambda width: 1 + 0.1 * (width - 1))
     flight.took(6, 1.0)
     assert flight.alone == pytest.approx(1.3 + 1.1)
+
+
+def test_what_may_still_come_of_a_flight_counts_from_the_tokens_it_has_given() -> None:
+    flight = AheadFlight(4, 32, lambda width: 1 + 0.1 * (width - 1))
+    flight.took(4, 1.0)
+    flight.goes_on(6, 3)
+    flight.took(3, 1.0)
+    assert flight.alone == pytest.approx(1.3 + 1.2)
+
+
+def test_tokens_that_nobody_guessed_would_have_come_one_by_one() -> None:
+    flight = AheadFlight(4, 2, lambda width: 1 + 0.1 * (width - 1))
+    flight.took(4, 1.0)
+    assert flight.alone == pytest.approx(1.1 + 1 + 1)
+
+
+def test_a_new_answer_weighs_what_was_found_by_no_more_than_eight_steps() -> None:
+    assert GainEvidence(24.0, 32.0, 0.3).remembered() == GainEvidence(6.0, 8.0, 0.3)
+    assert GainEvidence(1.0, 4.0, 0.3).remembered() == GainEvidence(1.0, 4.0, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("steps", "lost", "late"), [(1.1, 1.1, 0.1 + 0.1 * 1.0), (50.0, 2.0, 0.1 + 0.1 * 1.9), (-3.0, 0.0, 0.09)]
+)
+def test_a_late_block_moves_what_is_expected_by_a_tenth_and_counts_for_two_steps_at_most(
+    steps: float, lost: float, late: float
+) -> None:
+    gain = AheadGain(GroupFlights())
+    gain.delayed(steps)
+    for evidence in (gain.own, gain.group.evidence):
+        assert (evidence.alone, evidence.promised) == (1.6, pytest.approx(2.0 + lost))
+        assert evidence.late == pytest.approx(late)
+
+
+def test_each_flight_that_lost_doubles_the_pause_until_blocks_ahead_pay() -> None:
+    gain, rests = AheadGain(GroupFlights()), []
+    for _ in range(6):
+        gain.flew(1.0, 1.5)
+        rests.append(gain.group.rest)
+    assert rests == [4, 8, 16, 32, 64, 64]
+    # One that gained ends the pauses, as twice the speed is promised and 0.8 of that is known to come.
+    gain = AheadGain(GroupFlights(rest=64))
+    assert gain.next(2.0)
+    gain.flew(1.0, 0.6)
+    assert gain.own.factor < 1
+    assert gain.group.rest == REST
 
 
 # ---- With the controller -----------------------------------------------------------------------------------

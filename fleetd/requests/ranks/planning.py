@@ -95,7 +95,7 @@ class RankPlanner:
         others = [self._able(name, own.digest, folder.name) for name in over]
         room = self._free_bytes()
         rooms = {"This machine": (room, here)} | {
-            other.name: (max(0, other.card.usable_bytes - WORKING_BYTES), other) for other in others
+            other.name: (other.card.usable_bytes - WORKING_BYTES, other) for other in others
         }
         tokens = min(
             _tokens(
