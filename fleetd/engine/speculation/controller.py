@@ -189,7 +189,7 @@ class Controller:
         self._slowest = slowest
         alone, alone_gain = self._best(proposals, room, 1)
         if machines == 1:
-            self._flight = self._flight if going else None
+            self._flight = None
             return alone
         found, gain = self._best(proposals, room, machines)
         if going:
@@ -199,7 +199,7 @@ class Controller:
         self._flight = None
         if self.always:
             return found
-        if len(found.tokens) < max(1, found.block) or gain <= alone_gain:
+        if gain <= alone_gain:
             return alone
         if self.ahead is None:
             return found
