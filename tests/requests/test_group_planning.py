@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from files_off_the_loop import files_off_the_loop
 from member_cards import FACTS, OWN, machine
 from member_cards import MODEL as CARD
 from msgspec.structs import replace
+from nested_fields import changed
 
 from fleetctl.render.group_table import group_lines
 from fleetd import limits
@@ -195,6 +197,10 @@ def test_the_view_says_what_each_part_takes_and_how_fast_it_is(folder: ModelFold
     # Half a hidden state of 16-bit numbers each way, and the round trip.
     assert there.hop_s == pytest.approx(0.004 + 2 * 2 * 256 / 1e6)
     assert 1 / view.tok_s == pytest.approx(here.step_s + there.step_s + there.hop_s)
+    # Once the model was loaded it is known how wide they are.
+    loaded = replace(own(), models=[changed(own().models[0], hidden_bytes=800)])
+    known = view_of(groups(replace(other("studio"), bytes_per_s=1e6, rtt_s=0.004), card=loaded), folder)
+    assert known.parts[1].hop_s == pytest.approx(0.004 + 2 * 800 / 1e6)
     assert view.why == (
         "No machine has room for all of it; 2 are the fewest that hold it together. "
         "Each has about the same number of layers."
@@ -287,8 +293,49 @@ def test_a_machine_that_failed_is_asked_only_if_the_others_do_not_hold_the_model
     first._failed("studio", PeerLost("It has left."))
     left = {member.name: member.why_left_out("d") for member in made._members.others("score")}
     assert {name: bool(why) for name, why in left.items()} == {"kitchen": False, "studio": True}
-    # If all have failed, they are asked all the same.
+    # If all have failed, they are asked all the same; so is one that is named.
     assert [part.machine for part in view_of(made, folder).parts] == ["this", "kitchen"]
+    assert [part.machine for part in view_of(made, folder, "studio").parts] == ["this", "studio"]
+
+
+def test_machines_are_known_by_what_layers_take_there_and_how_long_loads_last(folder: ModelFolder) -> None:
+    bare = other("bare", digest="e", facts=METAL)
+    bare = replace(bare, card=replace(bare.card, part_bytes=3500), bytes_per_s=100.0)
+    unknown = replace(bare, name="unknown", card=replace(bare.card, node_id="unknown", name="unknown"))
+    made = groups(
+        other("studio", facts=METAL, load_s=400.0),
+        other("tower", room=5000),
+        bare,
+        replace(unknown, bytes_per_s=0.0),
+        budget=7000,
+        card=replace(own(), models=[replace(CARD, digest="d", load_s=40.0)]),
+    )
+    # The largest layer counts, and the ends belong to what a step reads.
+    found = ModelSizes(
+        WeightNeed("float32", 9200),
+        {
+            "": LayerBytes((1000, 1000, 1200, 800), 600, 16),
+            "float32": LayerBytes((2000, 2000, 2400, 1600), 1200, 16),
+        },
+    )
+    known = made._candidates(folder, found, (), even_left_out=False)
+    assert known is not None
+    # All have measured 10 tokens of a whole model per second, of 4600 bytes, or of 9200 on a CPU.
+    assert (known.here.room_bytes, known.here.bytes_per_s, known.here.layer_bytes) == (7000, 92000.0, 2400)
+    assert {each.name: (each.room_bytes, each.bytes_per_s, each.layer_bytes) for each in known.having} == {
+        "studio": (8 * GIB, 46000.0, 1200),
+        "tower": (5000, 92000.0, 2400),
+    }
+    # A disk with 3500 bytes has room for two layers, and nothing comes at no speed.
+    assert {each.name: each.can_fetch for each in known.fetchers} == {"bare": 2, "unknown": 2}
+    usual_s = chip_speeds.load_s(GIB) / LAYERS
+    assert known.load_s == {
+        THIS_NODE: 10.0,
+        "studio": 100.0,
+        "tower": usual_s,
+        "bare": 10.0 + 1200 / 100,
+        "unknown": math.inf,
+    }
 
 
 def test_the_terminal_shows_parts_speed_and_reason(folder: ModelFolder) -> None:
