@@ -413,8 +413,17 @@ def test_blocks_ahead_that_would_cost_more_than_can_be_borne_are_not_sent() -> N
     # A block behind a dropped one is expected to be 0.1 late: half of what can be borne.
     controller._bearable = 0.19
     assert controller.choose({"s": SEVEN}, 15, 2) == Draft("s", SEVEN[:3])
+    # It is known by now to be 0.3 late.
+    ahead = NotedGain(1.0)
+    ahead.own.late = 0.3
+    for bearable, block in ((0.59, 0), (0.61, 4)):
+        controller = surely(ahead)
+        controller._bearable = bearable
+        assert controller.choose({"s": SEVEN}, 15, 2).block == block
     # If a machine takes 0.6 of a step it is 0.2 late; a third block is 0.1 later than the second.
-    for bearable, slowest, machines, block in ((0.39, 0.6, 2, 0), (0.41, 0.6, 2, 4), (0.41, 0.0, 3, 4)):
+    # With too little for that, three blocks of two tokens are left: they may take all that can be borne.
+    cases = ((0.39, 0.6, 2, 0), (0.41, 0.6, 2, 4), (0.39, 0.0, 3, 2), (0.41, 0.0, 3, 4))
+    for bearable, slowest, machines, block in cases:
         controller = surely()
         controller._bearable = bearable
         found = controller.choose({"s": (*SEVEN, 8, 9, 10, 11)}, 15, machines, slowest=slowest)
@@ -423,11 +432,11 @@ def test_blocks_ahead_that_would_cost_more_than_can_be_borne_are_not_sent() -> N
 
 def test_a_flight_is_held_against_blocks_alone_once_its_last_block_is_there() -> None:
     ahead = NotedGain(1.0)
-    controller = surely(ahead)
+    controller = surely(ahead, curve={1: 2.0, 16: 2.0})
     assert controller.choose({"s": SEVEN}, 15, 2).block == 4
     assert controller._flight is not None
     assert (controller._flight.width, controller._flight.guess) == (4, 8)
-    controller.verified(Draft("s", (1, 2, 3, 4)), [1, 2, 3, 4], 1.0, beside=Beside.BLOCKS, left=1)
+    controller.verified(Draft("s", (1, 2, 3, 4)), [1, 2, 3, 4], 2.0, beside=Beside.BLOCKS, left=1)
     assert ahead.flown == []
     # Two more tokens may come than were guessed at first: a block of four, and two.
     going = controller.choose({"s": (5, 6, 7, 8, 9)}, 15, 2, going=True)
@@ -436,8 +445,8 @@ def test_a_flight_is_held_against_blocks_alone_once_its_last_block_is_there() ->
     # Nothing more is guessed: what is under way stays.
     assert controller.choose({}, 15, 2, going=True) == NO_DRAFT
     assert (controller._flight.width, controller._flight.guess) == (4, 10)
-    controller.verified(Draft("s", (5, 6, 7, 8)), [5, 6, 7, 8], 0.5, beside=Beside.BLOCKS, left=1)
-    controller.verified(Draft("s", (9,)), [9, 10], 0.25, beside=Beside.BLOCKS)
+    controller.verified(Draft("s", (5, 6, 7, 8)), [5, 6, 7, 8], 1.0, beside=Beside.BLOCKS, left=1)
+    controller.verified(Draft("s", (9,)), [9, 10], 0.5, beside=Beside.BLOCKS)
     # Blocks alone of four, four and two tokens take three steps.
     assert ahead.flown == [(3.0, 1.75)]
     # What comes after it is of no flight.
@@ -467,11 +476,11 @@ def test_a_flight_that_a_prompt_came_between_is_not_counted() -> None:
 
 
 def test_a_block_behind_one_that_was_dropped_is_late_by_what_it_takes_more_than_alone() -> None:
-    ahead = NotedGain(1.0)
-    controller = surely(ahead)
-    controller.verified(Draft("s", (1, 2)), [1, 2, 3], 1.75, beside=Beside.DROPPED)
+    ahead, curve = NotedGain(1.0), {1: 2.0, 3: 3.0, 16: 8.0}
+    controller = surely(ahead, curve=curve)
+    controller.verified(Draft("s", (1, 2)), [1, 2, 3], 4.5, beside=Beside.DROPPED)
     assert ahead.late == [0.75]
     # Its time says nothing of what a pass costs.
-    assert controller.costs.curve == LEVEL
-    controller.verified(Draft("s", (4,)), [4, 5], 1.75, beside=Beside.BLOCKS)
+    assert controller.costs.curve == {1: 1.0, 3: 1.5, 16: 4.0}
+    controller.verified(Draft("s", (4,)), [4, 5], 4.5, beside=Beside.BLOCKS)
     assert ahead.late == [0.75]

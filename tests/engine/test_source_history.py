@@ -10,7 +10,12 @@ from typing import ClassVar
 
 import pytest
 
-from fleetd.engine.speculation.controller import NO_DRAFT, RISK_PER_TOKEN, Controller
+from fleetd.engine.speculation.controller import (
+    NO_DRAFT,
+    RISK_PER_TOKEN,
+    Controller,
+    SourceStats,
+)
 from fleetd.engine.speculation.drafts_price import DraftPrice
 from fleetd.engine.speculation.hidden_source import LEAST_ROWS, HiddenSource, WorkerDrafter
 from fleetd.engine.speculation.pass_costs import Costs
@@ -211,6 +216,7 @@ def test_what_one_source_has_saved_is_not_another_one_s_to_lose() -> None:
 def test_it_says_why_a_source_is_off() -> None:
     controller = Controller(Costs(COSTS), 4, history=after(DraftHistory(), 10, 20))
     assert controller.off("mtp", PRICE) == "off: pays less than it costs (right in 33 %)"
+    assert Controller(Costs(COSTS), 4, always=True, history=controller.history).off("mtp", PRICE) == ""
     # At no cost it would pay.
     assert controller.off("mtp") == ""
     assert Controller(Costs(COSTS), 4).off("mtp", PRICE) == ""
@@ -227,6 +233,17 @@ def test_states_are_noted_shortly_before_a_trial_and_while_drafts_pay() -> None:
     history.sources["mtp"].allowance = 0.1 + PRICE.seconds(1) - 32 * TRIAL_SHARE
     assert notes(history)
     assert notes(after(DraftHistory(), 29, 1))
+    # One that would cost more than a step is never tried.
+    history.sources["mtp"].allowance = CARRIED
+    assert Controller(Costs(COSTS), 4, history=history).notes("mtp", DraftPrice(0.0, 0.9))
+    assert not Controller(Costs(COSTS), 4, history=history).notes("mtp", DraftPrice(0.0, 0.91))
+    # It may be right in this answer alone, or in all others.
+    history.sources["mtp"].allowance = 0.0
+    for past, right in ((history, 8.0), (after(DraftHistory(), 29, 1), 0.0)):
+        controller = Controller(Costs(COSTS), 4, history=past)
+        controller.records["mtp"] = SourceStats(_right=right, _judged=8.0)
+        assert controller.notes("mtp", PRICE)
+    assert Controller(Costs(COSTS), 4, always=True, history=history).notes("mtp", PRICE)
 
 
 def test_a_source_that_took_time_for_nothing_is_charged_alone() -> None:

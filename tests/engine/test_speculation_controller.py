@@ -24,7 +24,7 @@ from fleetd.engine.speculation.controller import (
 )
 from fleetd.engine.speculation.drafts_price import DraftPrice
 from fleetd.engine.speculation.pass_costs import Costs
-from fleetd.engine.speculation.source_history import SourceHistory
+from fleetd.engine.speculation.source_history import TRIAL_SHARE, SourceHistory
 
 FLAT = {1: 1.0, 4: 1.05, 16: 1.5}
 STEEP = {1: 1.0, 2: 1.9, 4: 3.7, 16: 15.0}
@@ -324,6 +324,9 @@ def test_what_a_draft_has_saved_is_for_its_source_and_the_answer() -> None:
     controller.verified(Draft("s", (4,)), [4, 5], 2.0, 0.5, beside=Beside.BLOCKS)
     assert controller.saved_s == 4.0
     assert controller.records["s"].bearable == pytest.approx(0.25 + 5 * RISK_PER_TOKEN + 2.75)
+    # Beside a prompt it is not known what the pass took.
+    controller.verified(Draft("s", (6,)), [6, 7], 9.0, beside=Beside.PROMPT)
+    assert controller.saved_s == 4.0
 
 
 def test_what_another_source_took_is_its_own_loss() -> None:
@@ -345,12 +348,16 @@ def test_what_another_source_took_is_its_own_loss() -> None:
 
 def test_a_priced_draft_is_held_against_what_would_have_been_verified_without_it() -> None:
     controller = sure(sure(two_seconds(), 0.5, "lookup"), 0.9, "mtp")
+    controller.records["mtp"].bearable = 10.0
     # The free draft brings 1.5 tokens in 2 seconds.
     assert controller.wanted("mtp", DraftPrice(0.0, 0.1), Draft("lookup", (7,)), 8) > 1
     controller.drafted("mtp", 0.2)
     controller.verified(Draft("mtp", (1, 2)), [1, 2, 3], 2.2, beside=Beside.BLOCKS)
-    gained = (3 * 2 / 1.5 - 2.2) / 2
-    assert controller.records["mtp"].bearable == pytest.approx(1e6 + 3 * RISK_PER_TOKEN + gained)
+    bearable = 10.0 + 3 * RISK_PER_TOKEN + (3 * 2 / 1.5 - 2.2) / 2
+    assert controller.records["mtp"].bearable == pytest.approx(bearable)
+    # A draft that took nothing is held against plain steps.
+    controller.verified(Draft("mtp", (4,)), [4, 5], 2.0, beside=Beside.BLOCKS)
+    assert controller.records["mtp"].bearable == pytest.approx(bearable + 2 * RISK_PER_TOKEN + 1)
 
 
 def test_a_wrong_draft_costs_no_less_than_its_pass_is_known_to() -> None:
@@ -360,6 +367,10 @@ def test_a_wrong_draft_costs_no_less_than_its_pass_is_known_to() -> None:
     controller.verified(Draft("s", (1, 2)), [9], 0.6)
     assert controller.costs.ratio(3) == pytest.approx(1.3)
     assert controller.saved_s == pytest.approx(2.0 - 2.6 - 0.1)
+    # What takes longer than that is lost as it was seen.
+    controller = two_seconds({1: 2.0, 3: 3.0})
+    controller.verified(Draft("s", (1, 2)), [9], 9.0)
+    assert controller.saved_s == 2.0 - 9.0
     # One that was right gains what it was seen to gain.
     controller = two_seconds({1: 2.0, 3: 3.0})
     controller.verified(Draft("s", (1, 2)), [1, 9], 0.5)
@@ -372,7 +383,8 @@ def test_a_guess_is_judged_once_it_is_wrong_or_has_come() -> None:
     controller.on_tokens([1])
     assert controller.history.sources["u"].judged == 1
     assert controller.history.sources.get("s", SourceHistory()).judged == 0
-    controller.on_tokens([2, 8])
+    controller.on_tokens([2])
+    controller.on_tokens([8])
     # Evidence was 1.8 of 3 tokens; it keeps 88 %.
     record = controller.records["s"]
     assert (record._right, record._judged) == (
@@ -416,13 +428,13 @@ def test_a_source_begins_an_answer_with_what_it_has_earned(
 @pytest.mark.parametrize(
     ("begin_s", "allowance", "bearable", "beside", "count"),
     [
-        # A trial of one token costs 0.1 steps in the pass and 0.3 for the draft.
+        # A step takes 2 seconds. A trial of one token costs 0.1 steps in the pass and 0.3 for the draft.
         (0.0, 0.41, 1.0, NO_DRAFT, 1),
         (0.0, 0.39, 1.0, NO_DRAFT, 0),
         (0.0, 1.0, 0.39, NO_DRAFT, 0),
         # It has to read states before.
-        (0.2, 0.61, 1.0, NO_DRAFT, 1),
-        (0.2, 0.59, 1.0, NO_DRAFT, 0),
+        (0.4, 0.61, 1.0, NO_DRAFT, 1),
+        (0.4, 0.59, 1.0, NO_DRAFT, 0),
         # Something else drafts.
         (0.0, 1.0, 1.0, Draft("lookup", (1,)), 0),
     ],
@@ -430,15 +442,21 @@ def test_a_source_begins_an_answer_with_what_it_has_earned(
 def test_a_source_that_was_never_right_is_tried_if_trials_may_cost_so_much(
     begin_s: float, allowance: float, bearable: float, beside: Draft, count: int
 ) -> None:
-    controller = Controller(Costs({1: 1.0, 2: 1.1, 16: 2.0}), 4)
+    controller, price = two_seconds({1: 2.0, 2: 2.2, 16: 4.0}), DraftPrice(0.0, 0.6)
     past = controller.history.source("mtp")
     past.right, past.weight, past.judged, past.allowance = 0.0, 30.0, 30, allowance
     controller.records["mtp"] = SourceStats(_right=0.0, _judged=8.0, bearable=bearable)
     controller._bearable = 1.0
-    assert controller.wanted("mtp", DraftPrice(0.0, 0.3), beside, 8, begin_s) == count
+    assert controller.wanted("mtp", price, beside, 8, begin_s) == count
     # What it may take before is a fourth of what could be borne besides, or of what is left for trials.
     spare = SPARED * (min(bearable, allowance if count else 1.0) - 0.4)
-    assert controller.spare_s("mtp", DraftPrice(0.0, 0.3), 1) == pytest.approx(max(0.0, spare))
+    assert controller.spare_s("mtp", price, 1) == pytest.approx(max(0.0, 2 * spare))
+    # What a trial took is no more there for the next one.
+    for taken in (0.3 * count, 0.0):
+        left = min(1.0, past.allowance + TRIAL_SHARE) - taken
+        controller.drafted("mtp", 0.6)
+        controller.verified(NO_DRAFT, [1], 2.6)
+        assert past.allowance == pytest.approx(left)
 
 
 def test_a_source_that_was_right_in_other_answers_is_asked_for_one_token_where_it_seems_wrong() -> None:
@@ -448,6 +466,8 @@ def test_a_source_that_was_right_in_other_answers_is_asked_for_one_token_where_i
     record = controller.records["mtp"] = SourceStats(_right=0.0, _judged=8.0, bearable=0.41)
     controller._bearable = 1.0
     price = DraftPrice(0.0, 0.3)
+    # It was tried before, and nothing came of that.
+    controller._trying.add("mtp")
     assert controller.wanted("mtp", price, NO_DRAFT, 8) == 1
     assert controller._trying == set()
     record.bearable = 0.39
@@ -471,10 +491,45 @@ def test_a_source_is_asked_for_as_many_tokens_as_bring_most() -> None:
     price = DraftPrice(0.0, 0.05)
     assert sure(Controller(Costs({1: 1.0, 16: 1.0}), 4), 0.9, "mtp").wanted("mtp", price, NO_DRAFT, 8) == 4
     assert sure(Controller(Costs({1: 1.0, 16: 1.0}), 4), 0.9, "mtp").wanted("mtp", price, NO_DRAFT, 2) == 2
+    # One that is right half of the time brings 1.5 in 1.42, which is clearly more than a step, or in 1.45.
+    half = sure(Controller(Costs({1: 1.0, 16: 1.0}), 1), 0.5, "mtp")
+    assert half.wanted("mtp", DraftPrice(0.0, 0.42), NO_DRAFT, 8) == 1
+    assert half.wanted("mtp", DraftPrice(0.0, 0.45), NO_DRAFT, 8) == 0
+    # Nothing is drafted that has as many tokens as the draft that there is, however bad that is.
+    poor = sure(sure(Controller(Costs({1: 1.0, 16: 1.0}), 4), 0.9, "mtp"), 0.1, "lookup")
+    assert poor.wanted("mtp", price, Draft("lookup", (1, 2, 3)), 3) == 0
+    assert poor.wanted("mtp", price, Draft("lookup", (1, 2, 3)), 8) == 4
     always = Controller(Costs(STEEP), 4, always=True)
+    assert always.wanted("mtp", price, NO_DRAFT, 8) == 4
     assert always.wanted("mtp", DraftPrice(0.0, 9.0), NO_DRAFT, 3) == 3
     assert always.wanted("mtp", price, Draft("lookup", (1, 2)), 3) == 3
     assert always.wanted("mtp", price, Draft("lookup", (1, 2, 3)), 3) == 0
+
+
+@pytest.mark.parametrize(("begin_s", "count"), [(0.9, 4), (1.1, 1), (1.9, 1), (2.1, 0)])
+def test_what_a_source_takes_before_its_first_token_has_to_be_bearable(begin_s: float, count: int) -> None:
+    """A step takes 2 seconds, and one could be lost; more than one draft may take half of that."""
+    controller = sure(Controller(Costs({1: 2.0, 16: 2.0}), 4), 0.9, "mtp")
+    controller._bearable = 1.0
+    assert controller.wanted("mtp", DraftPrice(0.0, 0.0), NO_DRAFT, 8, begin_s) == count
+
+
+@pytest.mark.parametrize(
+    ("own", "most", "price", "gain"),
+    [
+        # Two of them bring 1 + 1/2 + 1/4 tokens and take 0.1 steps each.
+        (4, 4, DraftPrice(0.0, 0.2), 1.75 / 1.2),
+        (4, 1, DraftPrice(0.0, 0.2), 1.5 / 1.1),
+        (1, 9, DraftPrice(0.0, 0.2), 1.5 / 1.1),
+        (4, 9, None, 1.9375),
+        (4, 0, None, 0.0),
+    ],
+)
+def test_what_drafts_pay_if_anything_could_be_borne(
+    own: int, most: int, price: DraftPrice | None, gain: float
+) -> None:
+    controller = Controller(Costs({1: 2.0, 16: 2.0}), own)
+    assert controller._pays(0.5, price, most) == pytest.approx(gain)
 
 
 def test_what_a_pass_promises_is_in_seconds_with_what_the_draft_takes() -> None:

@@ -101,9 +101,8 @@ class SourceStats:
 
     def judge(self, right: int, *, wrong: bool) -> None:
         """Count a draft whose first ``right`` tokens were accepted; ``wrong``: the next one was rejected."""
-        if right or wrong:
-            self._right = self._right * (1 - FADES) + right
-            self._judged = self._judged * (1 - FADES) + right + wrong
+        self._right = self._right * (1 - FADES) + right
+        self._judged = self._judged * (1 - FADES) + right + wrong
 
 
 class Draft(msgspec.Struct, frozen=True):
@@ -386,8 +385,7 @@ class Controller:
             wrong = right < min(len(rest), len(tokens))
             if wrong or seen + right == len(guess):
                 self._record(name).judge(seen + right, wrong=wrong)
-                if seen + right or wrong:
-                    self.history.source(name).judge(seen + right, wrong=wrong)
+                self.history.source(name).judge(seen + right, wrong=wrong)
                 del self._guesses[name]
             else:
                 self._guesses[name] = (guess, seen + right)
