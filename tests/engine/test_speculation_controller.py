@@ -211,6 +211,37 @@ def test_a_wider_pass_than_was_measured_is_expected_to_cost_more() -> None:
     assert Costs({1: 2.0}).ratio(2) == pytest.approx(1.05)
 
 
+def test_passes_move_the_curve_by_a_fifth_of_what_they_were_off() -> None:
+    # Wider passes never take less, and between two widths it is a straight line.
+    costs = Costs({1: 2.0, 3: 1.8, 5: 4.0})
+    assert [costs.ratio(width) for width in (1, 2, 3, 4, 5, 7)] == [1.0, 1.0, 1.0, 1.5, 2.0, 3.0]
+    # A width that was not measured before: 6 seconds instead of 3 are believed to a fifth.
+    costs.add_pass(4, 6.0)
+    assert costs.curve == {1: 1.0, 3: 1.0, 4: pytest.approx(1.8), 5: 2.0}
+    # No more than thrice the time is believed, and what is wider costs no less then.
+    costs.add_pass(4, 100.0)
+    assert costs.curve == {1: 1.0, 3: 1.0, 4: pytest.approx(2.52), 5: pytest.approx(2.52)}
+    costs.add_pass(3, 100.0)
+    assert costs.ratio(3) == pytest.approx(1.4)
+    # No less than a third either, and what is narrower costs no more; nothing less than a plain step.
+    for expected, narrower in ((2.184, 1.4), (1.8928, 1.4), (1.6404, 1.4), (1.4217, 1.4), (1.2321, 1.2321)):
+        costs.add_pass(4, 0.0)
+        assert (costs.ratio(4), costs.ratio(3)) == (
+            pytest.approx(expected, 1e-4),
+            pytest.approx(narrower, 1e-4),
+        )
+    for _ in range(9):
+        costs.add_pass(4, 0.0)
+    assert costs.curve == {1: 1.0, 3: 1.0, 4: 1.0, 5: pytest.approx(2.52)}
+    # A plain step is believed to half as much again, and takes the curve back a little.
+    costs.add_pass(1, 100.0)
+    assert costs.step_s == pytest.approx(2.2)
+    assert costs.curve == {1: 1.0, 3: 1.0, 4: pytest.approx(1 + 0.0025), 5: pytest.approx(2.52 - 0.0026)}
+    costs.add_pass(1, 0.0)
+    assert costs.step_s == pytest.approx(2.2 * (1 - 0.2 / 3))
+    assert Costs({1: 0.0}).step_s > 0
+
+
 def sure(controller: Controller, acceptance: float, source: str = "s") -> Controller:
     """As after so many drafts that its sources' acceptance is known, and losses can be borne."""
     controller.records[source] = SourceStats(_right=acceptance * 1e6, _judged=1e6, bearable=1e6)

@@ -445,8 +445,7 @@ class Controller:
             late = self.ahead.own.late if self.ahead is not None else LATE
             drafting = self._steps(price, width - 1)
             at_worst = self._at_worst(width) + drafting
-            if blocks > 1:
-                at_worst += max(late * (blocks - 1), self._late(blocks) * self.costs.ratio(width))
+            at_worst += max(late * (blocks - 1), self._late(blocks) * self.costs.ratio(width))
             # More than one draft may not cost the answer all that it can bear: the next pass may be right.
             if at_worst + begin_s / self.costs.step_s > bearable / (2 if width > 2 else 1):
                 break
@@ -471,7 +470,7 @@ class Controller:
     def _late(self, blocks: int) -> float:
         """The part of its way by which a block is late behind ``blocks`` that were dropped: machines may be
         busy with them."""
-        return max(0.0, blocks * self._slowest - 1) if blocks > 1 else 0.0
+        return max(0.0, blocks * self._slowest - 1)
 
     def _ratio(self, drafts: int, all_right: float) -> float:
         """Plain steps that a pass over ``drafts`` drafts takes, and the next pass for what it computes again.
