@@ -18,7 +18,7 @@ from bench import pairs
 from fleetd import limits
 from fleetd.control.model_facts import ModelShape, StateSizes
 from fleetd.limits import GIB
-from fleetd.plan.prefill import choice, schedule
+from fleetd.plan.prefill import choice, schedule, step_names
 from fleetd.plan.prefill.choice import (
     BUSY_FROM,
     HYSTERESIS,
@@ -65,6 +65,54 @@ def of(found: Sequence[PrefillOption], kind: str, *helpers: str) -> PrefillOptio
 def why(choice: PlanChoice, node_id: str, kind: str = "any") -> tuple[str, str]:
     option = of(choice.rejected, kind, node_id)
     return option.code, option.reason
+
+
+# ---- All of them -----------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_what_the_machines_in_it_are() -> None:
+    """Exact if all of them are, modelled if one is."""
+    found = options(PROMPT, HOME, [helper("a"), helper("b", exact=False, modelled=True, doubtful=True)])
+    assert {frozenset(each.helpers) for each in found} == {frozenset(names) for names in ("", "a", "b", "ab")}
+    for each in found:
+        other = "b" in each.helpers
+        assert (each.exact, each.modelled, each.doubtful) == (not other, other, other)
+    narrow = options(replace(PROMPT, sent_bits=8), HOME, [helper("a", narrows=True)])
+    assert [(each.exact, each.wire_bits) for each in narrow if each.helpers] == [(False, 8)] * (
+        len(narrow) - 1
+    )
+    home = replace(HOME, modelled=True, doubtful=True)
+    assert all(each.modelled for each in options(PROMPT, home, [helper("a")]))
+    assert all(each.doubtful for each in options(PROMPT, home, [helper("a")]) if each.helpers)
+
+
+def test_the_longest_load_is_waited_for_once() -> None:
+    cold = [helper(name, loaded=False, load_s=load_s) for name, load_s in (("a", 0.5), ("b", 1.5))]
+    both = [each for each in options(PROMPT, HOME, cold) if len(each.helpers) == 2]
+    assert both
+    for each in both:
+        assert each.load_s == 1.5
+        assert each.steps[0] == (step_names.LOADED, 1.5)
+        assert sum(seconds for _, seconds in each.steps) == pytest.approx(each.predicted_s)
+
+
+def test_the_three_that_help_most_are_combined_however_long_their_loads() -> None:
+    fast = [helper(name, 2.0, loaded=False, load_s=9.0) for name in "bcd"]
+    found = options(PROMPT, HOME, [helper("a", 0.5), *fast])
+    combined = {frozenset(each.helpers) for each in found if len(each.helpers) > 1}
+    assert combined == {frozenset(names) for names in ("bc", "bd", "cd", "bcd")}
+
+
+def test_only_what_has_a_price_has_the_time_of_the_first_token_in_it() -> None:
+    home = replace(HOME, first_token_s=0.5)
+    refused = helper("b", refusal=Refusal("draining", "b is stopping."))
+    for before, after in zip(
+        options(PROMPT, HOME, [helper("a"), refused]),
+        options(PROMPT, home, [helper("a"), refused]),
+        strict=True,
+    ):
+        assert after.predicted_s == pytest.approx(before.predicted_s + 0.5 if before.priced else 0.0)
+        assert (step_names.DECODED in dict(after.steps)) is before.priced
 
 
 # ---- Which one -------------------------------------------------------------------------------------------
