@@ -52,6 +52,35 @@ def test_the_price_is_the_formula() -> None:
     assert found.dense_s / found.predicted_s == pytest.approx(1 / (rho + 0.2), rel=0.01)
 
 
+def test_the_seconds_of_a_scorer_by_hand() -> None:
+    """Two passes of 501 tokens and 100 around them over half of the layers, beside two requests; 124 bytes of
+    each token travel."""
+    busy = scorer("a", PrefillSpeed(1e-3), share=0.5, link=LinkSpeed(124_000.0, 0.25), load_s=2.0, running=2)
+    assert busy.seconds(1001, 2, 100) == pytest.approx(2.0 + 2 * 0.5 * 0.601 * 1.6 + 0.25 + 1.001)
+    assert scorer(speed=PrefillSpeed(1e-3), share=0.5).seconds(1000, 1, 0) == pytest.approx(0.5)
+    assert busy.seconds(0, 2, 100) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("context_tokens", "tokens", "passes"),
+    [
+        # A pass has room for a thousand tokens beside what is around them, or hardly for any.
+        (AROUND_TOKENS + 1000, 2500, 3),
+        (AROUND_TOKENS + 1000, 1000, 1),
+        (AROUND_TOKENS - 1, 5, 5),
+        (0, 2500, 1),
+        # Attention of 45056 tokens takes 1032 s at once, and 356 s in thirds; each pass costs 19 s besides.
+        # The best number takes 297 s of both: with 2253 s for the tokens, thirds are not clearly slower.
+        (0, 45056, 3),
+    ],
+)
+def test_a_text_is_scored_in_the_fewest_passes_that_are_not_clearly_slower(
+    context_tokens: int, tokens: int, passes: int
+) -> None:
+    found = scorer(speed=PrefillSpeed(0.05, 1e-6), share=1.0, context_tokens=context_tokens)
+    assert found.passes(tokens) == passes
+
+
 def test_only_segments_have_the_head_and_the_question_around_them() -> None:
     """The whole text has both already."""
     (whole,) = plan(asked(), [scorer(share=1.0)]).parts

@@ -12,6 +12,7 @@ from nested_fields import changed
 
 from fleetd.control.model_facts import MeasuredSpeed, ModelShape, StateSizes
 from fleetd.limits import GIB
+from fleetd.plan import what_if
 from fleetd.plan.beginnings import Beginning
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill import step_names
@@ -276,6 +277,44 @@ def test_the_time_alone_is_that_of_this_machine_without_helpers() -> None:
     assert ways.alone_s == pytest.approx(8000 / TOK_S + 1 / 40)
     assert plan(ASK, [home("a"), home("b")]).alone_s is None
     assert plan(ASK, [home("")]).alone_s == ways.alone_s
+
+
+def test_what_a_warm_fleet_would_take_is_said_without_its_loads() -> None:
+    """Before people buy a machine: all loads are done, nobody waits, and the best of all ways counts."""
+    cold = helper("a", 8.0, loaded=False, load_s=1.5)
+    ways = plan(ASK, [home("", cold), home("b", faster=0.1, rtt_s=0.5), absent("c")])
+    every = what_if.all_ways(ways)
+    assert {way.node_id for way in every} == {"", "b"}
+    best, alone = what_if.soonest(every), what_if.alone(ways)
+    assert best is not None
+    assert alone is not None
+    assert (best.node_id, best.prefill.kind != "local") == ("", True)  # type: ignore[union-attr]
+    assert what_if.warm_s(best) == pytest.approx(best.prefill.predicted_s - 1.5)  # type: ignore[union-attr]
+    assert what_if.warm_s(alone) == pytest.approx(8000 / TOK_S + 1 / 40)
+    assert what_if.warm_s(of(ways, "b")) == pytest.approx(80_000 / TOK_S + 1 / 40 + 0.5)
+    assert what_if.soonest([]) is None
+    assert what_if.alone(plan(ASK, [home("b")])) is None
+    assert what_if.all_ways(plan(ASK, [])) == []
+    assert what_if.lengths(4096) == [1024, 2048]
+
+
+def test_a_machine_that_is_not_priced_with_its_helpers_reads_alone() -> None:
+    fleet = [home(""), *(home(str(n), helper("z", 8.0), faster=1 + n / 10) for n in range(HELPED + 1))]
+    # The slowest of them alone; its answer takes 2.5 s.
+    last = of(plan(ASK, fleet), "0")
+    assert last.prefill is not None
+    assert (last.prefill.kind, last.prefill.predicted_s) == ("local", pytest.approx(8001 / TOK_S))
+    assert last.steps[-1] == (step_names.COMPUTED, last.prefill.predicted_s)
+    assert last.price.total_s == pytest.approx(8001 / TOK_S + 2.5)
+
+
+def test_an_answer_s_first_token_is_decoded_once() -> None:
+    """It is a part of the time to the first token, and of the answer's; the whole takes it once."""
+    chosen = plan(ASK, [home("", helper("a", 8.0))]).chosen
+    assert chosen is not None
+    assert chosen.prefill is not None
+    assert chosen.price.prefill_s == pytest.approx(chosen.prefill.predicted_s - 1 / 40)
+    assert chosen.price.total_s == pytest.approx(chosen.price.prefill_s + 2.5)
 
 
 def test_the_ways_that_were_not_taken_come_in_the_order_of_their_prices() -> None:
