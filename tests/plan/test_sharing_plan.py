@@ -115,6 +115,69 @@ def test_only_what_has_a_price_has_the_time_of_the_first_token_in_it() -> None:
         assert (step_names.DECODED in dict(after.steps)) is before.priced
 
 
+LOCAL = PrefillOption("local", predicted_s=10.0)
+MADE = next(each for each in options(PROMPT, HOME, [helper("a")]) if each.split is not None)
+
+
+def made(seconds: float, name: str = "a", **fields: Any) -> PrefillOption:
+    """A plan with one helper and this price."""
+    return replace(MADE, helpers=(name,), names=(name,), predicted_s=seconds, steps=(), **fields)
+
+
+# Reading it here takes 10 s, and a plan has to take a tenth less.
+@pytest.mark.parametrize(
+    ("option", "kept", "taken"),
+    [
+        (made(8.9), False, True),
+        (made(9.1), False, False),
+        # By published figures it is taken to be half as long again, and by doubtful ones a fifth.
+        (made(5.9, modelled=True), False, True),
+        (made(6.1, modelled=True), False, False),
+        (made(7.4, doubtful=True), False, True),
+        (made(7.6, doubtful=True), False, False),
+        # It was the plan of the prompt before.
+        (made(9.9), True, True),
+        (made(10.1), True, False),
+        # It cannot be taken, whatever it takes.
+        (made(1.0, code="cold"), False, False),
+        (PrefillOption("any", helpers=("a",)), False, False),
+        # To round has to be worth something, too.
+        (made(8.9, wire_bits=8), False, True),
+        (made(9.1, wire_bits=8), False, False),
+    ],
+)
+def test_what_is_clearly_sooner_than_this_machine_alone(
+    option: PrefillOption, kept: bool, taken: bool
+) -> None:
+    found = choose([LOCAL, option], option if kept else None)
+    assert found.best == (option if taken else LOCAL)
+    # That this machine's own speed is a guess makes no other one faster.
+    guessed = replace(LOCAL, modelled=True)
+    assert choose([guessed, option], option if kept else None).best == (option if taken else guessed)
+
+
+@pytest.mark.parametrize(
+    ("whole", "rounded", "taken"),
+    [
+        (made(8.0), made(7.1, "b", wire_bits=8), True),
+        (made(8.0), made(7.3, "b", wire_bits=8), False),
+        # By figures that can be believed it is sooner than 7.5 s, but not than the 5 s that are told.
+        (made(5.0, modelled=True), made(6.0, "b", wire_bits=8), False),
+        (made(5.0, modelled=True), made(4.9, "b", wire_bits=8), True),
+    ],
+)
+def test_rows_are_rounded_only_if_that_is_clearly_sooner_than_not_to(
+    whole: PrefillOption, rounded: PrefillOption, taken: bool
+) -> None:
+    assert choose([LOCAL, whole, rounded]).best == (rounded if taken else whole)
+
+
+def test_what_was_not_chosen_comes_by_its_price_and_what_has_none_at_the_end() -> None:
+    none = PrefillOption("any", helpers=("z",), code="short", reason="It is short.")
+    found = choose([LOCAL, none, made(12.0, "b"), made(5.0), made(7.0, "c")])
+    assert [option.helpers for option in found.rejected] == [("c",), (), ("b",), ("z",)]
+
+
 # ---- Which one -------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from fleetd.plan.scoring import (
     SmartPrefillQuestion,
     exit_share,
     plan,
+    whole_share,
 )
 
 N = 8000
@@ -163,6 +164,20 @@ def test_a_pass_is_as_long_as_pays() -> None:
 
 def test_nobody_to_score_is_said() -> None:
     assert plan(asked(), []).code == "no_scorer"
+
+
+def test_without_this_machine_s_scorer_nothing_has_to_give_way() -> None:
+    there = [scorer("a", link=LinkSpeed(1e9))]
+    for parking in (Parking(1.0, 2.0), "There is no room for both."):
+        assert plan(asked(), there, parking) == plan(asked(), there)
+    nobody = plan(asked(), [])
+    assert (nobody.reason, nobody.dense_s) == ("No machine has a compressor.", asked().dense_s)
+
+
+def test_what_belongs_to_no_layer_is_computed_for_no_score() -> None:
+    assert whole_share(1000, 200) == 1.25
+    # It is not known, or makes no sense.
+    assert whole_share(1000, 0) == whole_share(1000, 1000) == whole_share(0, 10) == 1.0
 
 
 def test_two_machines_halve_the_scoring_of_a_long_prompt() -> None:
