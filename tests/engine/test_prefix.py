@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from fleetd import limits
 from fleetd.engine.measure.memory import RowBound
 from fleetd.engine.prefixes.prefix_cache import PrefixCache
 
@@ -105,6 +106,39 @@ def test_bounded_by_the_rows_that_other_machines_have() -> None:
     cache.store([6] * 11, kv([6] * 11))
     cache.validate()
     assert (len(cache), cache.fetch([5] * 11).tokens) == (1, 10)
+
+
+def test_what_another_machine_sent_serves_if_it_saves_a_block_and_goes_with_that_machine() -> None:
+    block, studio = limits.CACHE_BLOCK_TOKENS, frozenset({"studio"})
+    tokens, cache = list(range(block + 8)), PrefixCache(1 << 40)
+    cache.store(tokens, kv(tokens), origins=studio)
+    hit = cache.fetch([*tokens, 1])
+    assert (hit.tokens, hit.origins) == (block + 8, studio)
+    for shared, served in ((block, 0), (block + 1, block + 1)):
+        prompt = [*tokens[:shared], -1, -1]
+        assert cache.longest(prompt) == cache.fetch(prompt).tokens == served
+    # What was computed here serves from its first token on, and is kept beside the same from elsewhere.
+    own = [*tokens[:20], -2]
+    cache.store(own, kv(own))
+    assert cache.longest([*own, 1]) == 21
+    assert cache.longest([*tokens[: block + 4], -1, -1]) == 20
+    cache.store(tokens, kv(tokens))
+    cache.forget(["another", "studio"])
+    cache.validate()
+    assert cache.fetch([*tokens, 1]).origins == frozenset()
+    assert cache.longest([*tokens, 1]) == block + 8
+
+
+def test_nothing_is_kept_under_a_machine_that_was_forgotten_nor_beside_what_was_computed_here() -> None:
+    block = limits.CACHE_BLOCK_TOKENS
+    tokens, cache = list(range(block + 8)), PrefixCache(1 << 40)
+    cache.forget(["studio"])
+    cache.store(tokens, kv(tokens), origins=frozenset({"studio", "kitchen"}))
+    assert len(cache) == 0
+    cache.store(tokens, kv(tokens))
+    cache.store(tokens, kv(tokens), origins=frozenset({"kitchen"}))
+    assert len(cache) == 1
+    assert cache.fetch([*tokens, 1]).origins == frozenset()
 
 
 def test_too_big_for_the_cache_is_not_stored() -> None:
