@@ -18,7 +18,7 @@ from fleetctl.render.group_table import group_lines
 from fleetd.control.group_view import DividedView, GroupView
 from fleetd.control.model_change import ModelDone
 from fleetd.engine.protocol import Loading
-from fleetd.errors import FleetError, GroupLost, OutOfMemory, Overloaded
+from fleetd.errors import FleetError, GroupLost, OutOfMemory, Overloaded, PeerLost
 from fleetd.limits import GIB
 from fleetd.models import model_sizes
 from fleetd.models.folder import ModelFolder, read_folder
@@ -296,7 +296,10 @@ def test_who_cannot_help_is_refused_by_name(
 
 
 def test_a_machine_that_has_just_failed_is_asked_all_the_same_if_it_is_named(folder: ModelFolder) -> None:
-    ranks = planner(other("studio", left_out="It has just failed."))
+    ranks = planner(other("studio"))
+    ranks._members.failed("studio", "prefill", PeerLost("It has left."))
+    (studio,) = ranks._members.others("prefill")
+    assert studio.why_left_out("d")
     assert ranks.check(folder, ["studio"], CountedSizes()).others  # type: ignore[arg-type]
 
 

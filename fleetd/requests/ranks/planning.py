@@ -125,7 +125,7 @@ def _tokens(folder: ModelFolder, found: LayerBytes, size: int, room_bytes: int, 
     OutOfMemory."""
     weights = rank_bytes(found, size, 0)
     each = max(1, len(found.layers) * found.row // size)
-    tokens = int(limits.RANK_ROWS_SHARE * max(0, room_bytes - weights)) // each
+    tokens = int(limits.RANK_ROWS_SHARE * (room_bytes - weights)) // each
     least = min(limits.GROUP_LEAST_TOKENS, folder.context_tokens)
     if tokens < least:
         raise OutOfMemory(
