@@ -317,6 +317,40 @@ def test_an_answer_s_first_token_is_decoded_once() -> None:
     assert chosen.price.total_s == pytest.approx(chosen.price.prefill_s + 2.5)
 
 
+@pytest.mark.parametrize(
+    ("fleet", "node_id", "code", "reason"),
+    [
+        # 22.5 s here, of which the answer takes 2.5; 12.5 s on a machine that reads twice as fast.
+        ([home(""), home("a", faster=2.0)], "", "slower", "The answer would take 80 % longer than on a."),
+        # 21.5 s: a gain of 4.4 %.
+        (
+            [home(""), home("a", faster=20 / 19)],
+            "a",
+            "margin",
+            "The answer would take 4 % less, too little to ask another machine: 10 % would do.",
+        ),
+        (
+            [home(""), home("a", faster=19 / 20, session=True)],
+            "",
+            "margin",
+            "The answer would take 4 % less, too little to leave a, which has the session: 10 % would do.",
+        ),
+        (
+            [home("", session=True), home("a", faster=20 / 19)],
+            "a",
+            "margin",
+            "The answer would take 4 % less, too little to leave this machine, which has the session: "
+            "10 % would do.",
+        ),
+    ],
+)
+def test_a_way_that_was_not_taken_says_by_how_much(
+    fleet: list[Home], node_id: str, code: str, reason: str
+) -> None:
+    passed = of(plan(ASK, fleet), node_id)
+    assert (passed.code, passed.reason) == (code, reason)
+
+
 def test_the_ways_that_were_not_taken_come_in_the_order_of_their_prices() -> None:
     fleet = [home("", helper("z", room_bytes=1)), *(home(n, faster=f) for n, f in (("a", 0.4), ("b", 0.8)))]
     assert [(way.node_id, way.first_token_s is None) for way in plan(ASK, fleet).others] == [
