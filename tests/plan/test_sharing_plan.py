@@ -86,6 +86,15 @@ def test_a_plan_is_what_the_machines_in_it_are() -> None:
     assert all(each.doubtful for each in options(PROMPT, home, [helper("a")]) if each.helpers)
 
 
+def test_a_machine_s_other_requests_make_it_slower() -> None:
+    """Here each by 0.3, as for routing; a helper takes turns with each of them."""
+    (alone,), (beside,) = (options(PROMPT, replace(HOME, running=running), []) for running in (0, 2))
+    assert beside.predicted_s == pytest.approx(1.6 * alone.predicted_s)
+    slow, busy = (options(PROMPT, HOME, [each]) for each in (helper("a", 1 / 3), helper("a", running=2)))
+    for kind in ("tokens", "layers"):
+        assert of(busy, kind, "a").predicted_s == pytest.approx(of(slow, kind, "a").predicted_s)
+
+
 def test_the_longest_load_is_waited_for_once() -> None:
     cold = [helper(name, loaded=False, load_s=load_s) for name, load_s in (("a", 0.5), ("b", 1.5))]
     both = [each for each in options(PROMPT, HOME, cold) if len(each.helpers) == 2]
