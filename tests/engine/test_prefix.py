@@ -71,6 +71,13 @@ def test_namespaces_do_not_mix() -> None:
     cache.store([1, 2, 3], kv([1, 2, 3]), "sparse")
     assert cache.fetch([1, 2, 3, 4]).tokens == 0
     assert cache.fetch([1, 2, 3, 4], "sparse").tokens == 3
+    # What one has neither replaces the other's nor is kept instead of it.
+    for tokens in ([5, 6], [7, 8, 9]):
+        cache.store(tokens, kv(tokens))
+    for tokens in ([5, 6, 6], [7, 8]):
+        cache.store(tokens, kv(tokens), "sparse")
+    assert [cache.longest(prompt) for prompt in ([5, 6, 0], [7, 8, 9, 0])] == [2, 3]
+    assert [cache.longest(prompt, "sparse") for prompt in ([5, 6, 6, 0], [7, 8, 0])] == [3, 2]
 
 
 def test_one_token_is_always_left() -> None:
@@ -180,7 +187,10 @@ def test_a_recurrent_state_serves_only_what_continues_it() -> None:
     state = ArraysCache(1)
     state[0] = mx.ones((1, 4))
     cache = PrefixCache(1 << 40)
+    cache.store([1, 2, 3, 4, 5], [state])
+    # A longer one that cannot be taken back does not serve what a shorter one would, nor the other way round.
     cache.store([1, 2, 3], [state])
+    assert cache.longest([1, 2, 3, 4, 5, 6]) == 5
     assert cache.fetch([1, 2, 9]).tokens == 0
     assert cache.fetch([1, 2, 3]).tokens == 0
     assert cache.fetch([1, 2, 3, 4]).tokens == 3
