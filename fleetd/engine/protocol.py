@@ -138,42 +138,41 @@ class Speculate(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """One answer. ``max_tokens`` None means: until the context is full.
-
-    ``top_logprobs`` None reports no logprobs, 0 only the chosen token's, n also the n best.
-    ``echo`` returns the prompt's text (and logprobs, if asked) before the answer, as /v1/completions has it.
-    ``shared``: once it is Accepted, the prompt waits for PrefillWithHelpers or PrefillAlone.
-    ``keep``: prefill only this of it, where the worker can.
-    ``local_only``: no other machine may learn anything of the prompt, now or later.
-    ``exact``: only bytes that the machine which answers computes, or that are proven to be the same.
-    ``fetches``: other machines may have keys and values of it; the worker asks for them by a KvMissing.
-    ``tells_blocks``: once the prompt is read, a KvStored says which blocks it fills.
-    ``count_only``: no more than how many tokens the prompt has, which Accepted says; Finished follows it.
-    ``ignore_eos``: end tokens do not end the answer, and have no text.
-    ``warm``: rows that helpers have of earlier prompts; Accepted says which are of this one's cached prefix.
-    ``min_tokens``: before the answer has so many, no end token is chosen and no stop string looked for.
-    ``call_pieces``: tell the arguments of tool calls while they are written, if their format is known.
-    """
+    """One answer."""
 
     id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
     prompt: Prompt
     sampling: Sampling = Sampling()
+    # None: until the context is full.
     max_tokens: Natural | None = None
     stop: StopList = []
+    # None reports no logprobs, 0 only the chosen token's, n also the n best.
     top_logprobs: Logprobs | None = None
+    # The prompt's text (and logprobs, if asked) comes before the answer, as /v1/completions has it.
     echo: bool = False
+    # Once it is Accepted, the prompt waits for PrefillWithHelpers or PrefillAlone.
     shared: bool = False
+    # Rows that helpers have of earlier prompts; Accepted says which are of this one's cached prefix.
     warm: Annotated[list[WarmRows], Meta(max_length=limits.SHARE_WARM_PROMPTS)] = []
+    # Prefill only this of it, where the worker can.
     keep: Keep | None = None
     # None: as the settings have it.
     speculate: Speculate | None = None
+    # No more than how many tokens the prompt has, which Accepted says; Finished follows it.
     count_only: bool = False
+    # No other machine may learn anything of the prompt, now or later.
     local_only: bool = False
+    # Only bytes that the machine which answers computes, or that are proven to be the same.
     exact: bool = False
+    # Other machines may have keys and values of it; the worker asks for them by a KvMissing.
     fetches: bool = False
+    # Once the prompt is read, a KvStored says which blocks it fills.
     tells_blocks: bool = False
+    # Tell the arguments of tool calls while they are written, if their format is known.
     call_pieces: bool = False
+    # End tokens do not end the answer, and have no text.
     ignore_eos: bool = False
+    # Before the answer has so many, no end token is chosen and no stop string looked for.
     min_tokens: Natural = 0
     # What form the answer's text has to have; None: any.
     constraint: Constraint | None = None
@@ -738,30 +737,29 @@ class Failed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Proof of progress: ``steps`` counts forward passes since load and only grows.
+    """Proof of progress."""
 
-    ``blocked``: there is work, and all of it waits for other machines or for a decision of the daemon.
-    ``scoring``: None if this worker scores nothing.
-    ``disk_queued_bytes``: keys and values that wait to be written to the disk; ``disk_written_bytes``: those
-    that were; ``disk_dropped``: prompts of which nothing was written, or not all; ``disk_note``: why nothing
-    is at the moment. ``draft_head``: why the model's head drafts no more, if it did at load.
-    """
-
+    # Forward passes since load: the number only grows.
     steps: int
     prefilling: int = 0
     decoding: int = 0
     waiting: int = 0
     assisting: int = 0
+    # There is work, and all of it waits for other machines or for a decision of the daemon.
     blocked: bool = False
     kv_bytes: int = 0
     prefix_bytes: int = 0
     prefix_entries: int = 0
     memory_bytes: int = 0
+    # None if this worker scores nothing.
     scoring: ScoringState | None = None
+    # Keys and values that wait to be written to the disk, and those that were.
     disk_queued_bytes: int = 0
     disk_written_bytes: int = 0
+    # Prompts of which nothing was written, or not all; and why nothing is at the moment.
     disk_dropped: int = 0
     disk_note: Text = ""
+    # Why the model's head drafts no more, if it did at load.
     draft_head: Text = ""
 
 

@@ -103,7 +103,7 @@ def cut(
             (_, counts), chosen = min(found, key=lambda each: each[0][0])
             return _parts(model, chosen, counts, least_tokens, most_tokens)
     have = sum(_most_layers(model, each, least_tokens) for each in able)
-    have += max(0, _most_layers(model, here, least_tokens, ends=True))
+    have += _most_layers(model, here, least_tokens, ends=True)
     missing = max(1, model.layers - have) * (here.layer_bytes + least_tokens * model.row_bytes)
     cramped = tuple(each for each in others if each not in able)
     if _most_layers(model, here, least_tokens, ends=True) < LEAST_LAYERS:

@@ -43,21 +43,20 @@ HELPED = 3
 
 
 class Home(msgspec.Struct, frozen=True):
-    """A machine that may answer. ``prompt`` and ``spec`` are None where it does not have the model.
-
-    ``prompt``: what it would prefill. ``spec``: its own speed. ``helpers``: the machines that it could ask,
-    with their links to it. ``previous``: how its prompt before this one was prefilled. ``beginnings``: what
-    it could bring into its memory instead of computing it; ``begun``: the one that is priced; ``declined``:
-    with its helpers it computes sooner than with any.
-    """
+    """A machine that may answer."""
 
     candidate: Candidate
+    # What it would prefill, and its own speed; None if it does not have the model.
     prompt: PrefillSize | None = None
     spec: HelperSpec | None = None
+    # The machines that it could ask, with their links to it.
     helpers: tuple[HelperSpec, ...] = ()
+    # How its prompt before this one was prefilled.
     previous: PrefillOption | None = None
+    # What it could bring into its memory instead of computing it, and the one of them that is priced.
     beginnings: tuple[Beginning, ...] = ()
     begun: Beginning | None = None
+    # With its helpers it computes sooner than with any beginning.
     declined: bool = False
 
 

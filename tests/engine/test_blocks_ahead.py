@@ -9,8 +9,16 @@ from collections.abc import Iterator
 import pytest
 from family_params import in_turn
 
-from fleetd.engine.speculation.ahead import CLEAR, OFF, AheadFlight, AheadGain, GroupFlights
-from fleetd.engine.speculation.controller import Beside, Controller, Draft
+from fleetd.engine.speculation.ahead import (
+    CLEAR,
+    OFF,
+    REST,
+    AheadFlight,
+    AheadGain,
+    GainEvidence,
+    GroupFlights,
+)
+from fleetd.engine.speculation.controller import NO_DRAFT, Beside, Controller, Draft, SourceStats
 from fleetd.engine.speculation.pass_costs import Costs
 
 # What a flight takes ahead, of what it takes one block at a time.
@@ -139,6 +147,52 @@ def test_behind_the_last_draft_a_block_alone_is_no_wider_than_what_is_left() -> 
     assert flight.alone == pytest.approx(1.3 + 1.1)
 
 
+def test_what_may_still_come_of_a_flight_counts_from_the_tokens_it_has_given() -> None:
+    flight = AheadFlight(4, 32, lambda width: 1 + 0.1 * (width - 1))
+    flight.took(4, 1.0)
+    flight.goes_on(6, 3)
+    flight.took(3, 1.0)
+    assert flight.alone == pytest.approx(1.3 + 1.2)
+
+
+def test_tokens_that_nobody_guessed_would_have_come_one_by_one() -> None:
+    flight = AheadFlight(4, 2, lambda width: 1 + 0.1 * (width - 1))
+    flight.took(4, 1.0)
+    assert flight.alone == pytest.approx(1.1 + 1 + 1)
+
+
+def test_a_new_answer_weighs_what_was_found_by_no_more_than_eight_steps() -> None:
+    assert GainEvidence(24.0, 32.0, 0.3).remembered() == GainEvidence(6.0, 8.0, 0.3)
+    assert GainEvidence(1.0, 4.0, 0.3).remembered() == GainEvidence(1.0, 4.0, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("steps", "lost", "late"), [(1.1, 1.1, 0.1 + 0.1 * 1.0), (50.0, 2.0, 0.1 + 0.1 * 1.9), (-3.0, 0.0, 0.09)]
+)
+def test_a_late_block_moves_what_is_expected_by_a_tenth_and_counts_for_two_steps_at_most(
+    steps: float, lost: float, late: float
+) -> None:
+    gain = AheadGain(GroupFlights())
+    gain.delayed(steps)
+    for evidence in (gain.own, gain.group.evidence):
+        assert (evidence.alone, evidence.promised) == (1.6, pytest.approx(2.0 + lost))
+        assert evidence.late == pytest.approx(late)
+
+
+def test_each_flight_that_lost_doubles_the_pause_until_blocks_ahead_pay() -> None:
+    gain, rests = AheadGain(GroupFlights()), []
+    for _ in range(6):
+        gain.flew(1.0, 1.5)
+        rests.append(gain.group.rest)
+    assert rests == [4, 8, 16, 32, 64, 64]
+    # One that gained ends the pauses, as twice the speed is promised and 0.8 of that is known to come.
+    gain = AheadGain(GroupFlights(rest=64))
+    assert gain.next(2.0)
+    gain.flew(1.0, 0.6)
+    assert gain.own.factor < 1
+    assert gain.group.rest == REST
+
+
 # ---- With the controller -----------------------------------------------------------------------------------
 
 CURVE = {1: 1.0, 4: 1.4, 8: 1.9, 16: 3.0}
@@ -192,3 +246,241 @@ def test_good_drafts_gain_from_a_second_machine() -> None:
     ahead = [answer(0.97, 0.4, seed, AheadGain(group)) for seed in range(10)]
     alone = [answer(0.97, 0.4, seed, None) for seed in range(10)]
     assert sum(alone) / sum(ahead) >= 1.1
+
+
+# ---- By hand: two machines, and passes that cost the same whatever their width -----------------------------
+
+LEVEL = {1: 1.0, 16: 1.0}
+SEVEN = (1, 2, 3, 4, 5, 6, 7)
+
+
+class NotedGain(AheadGain):
+    """Notes what flights were held against, and what came late."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(GroupFlights(GainEvidence(alone=8 * factor, promised=8.0)))
+        self.flown: list[tuple[float, float]] = []
+        self.late: list[float] = []
+
+    def flew(self, alone: float, ahead: float) -> None:
+        self.flown.append((alone, ahead))
+
+    def delayed(self, steps: float) -> None:
+        self.late.append(steps)
+
+
+def surely(
+    ahead: AheadGain | None = None,
+    *,
+    curve: dict[int, float] = LEVEL,
+    always: bool = False,
+    again: bool = False,
+) -> Controller:
+    """Passes have four tokens at most; nine of ten drafts are right, which is well known."""
+    controller = Controller(Costs(curve), 3, always=always, ahead=ahead, again=again)
+    controller.records["s"] = SourceStats(_right=9e5, _judged=1e6, bearable=1e6)
+    controller._bearable = 1e6
+    return controller
+
+
+# A block alone brings 1 + 0.9 + 0.81 + 0.729 = 3.44 tokens in a step. Two bring 5.70 tokens; the second one
+# counts with a chance of 0.656 and takes half a step more, so that they are 1.25 times as fast.
+@pytest.mark.parametrize(("factor", "ahead"), [(0.9, False), (0.95, True)])
+def test_blocks_go_ahead_if_what_they_promise_has_come_true(factor: float, ahead: bool) -> None:
+    found = surely(NotedGain(factor)).choose({"s": SEVEN}, 15, 2)
+    assert found == (Draft("s", SEVEN, 4) if ahead else Draft("s", SEVEN[:3]))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "room", "machines", "slowest", "found"),
+    [
+        # One machine takes all of a step: the second block comes a step later.
+        (SEVEN, 15, 2, 1.0, Draft("s", SEVEN[:3])),
+        # It takes what the other one takes, and that is known.
+        (SEVEN, 15, 2, 0.5, Draft("s", SEVEN, 4)),
+        # Three tokens fill no second block.
+        (SEVEN[:3], 15, 2, 0.0, Draft("s", SEVEN[:3])),
+        (SEVEN, 3, 2, 0.0, Draft("s", SEVEN[:3])),
+        # No more than a block for each machine.
+        ((*SEVEN, 8, 9, 10), 15, 2, 0.0, Draft("s", SEVEN, 4)),
+        ((), 15, 2, 0.0, NO_DRAFT),
+    ],
+)
+def test_no_block_goes_ahead_that_brings_no_token_sooner(
+    tokens: tuple[int, ...], room: int, machines: int, slowest: float, found: Draft
+) -> None:
+    # As many tokens came ahead as were promised.
+    assert surely(NotedGain(1.0)).choose({"s": tokens}, room, machines, slowest=slowest) == found
+
+
+def test_if_drafts_are_always_verified_they_are_cut_evenly() -> None:
+    assert surely(always=True).choose({"s": SEVEN}, 15, 2) == Draft("s", SEVEN, 4)
+    assert surely(always=True).choose({"s": SEVEN[:4]}, 15, 2) == Draft("s", SEVEN[:4], 3)
+    assert surely(always=True).choose({"s": SEVEN}, 15) == Draft("s", SEVEN[:3])
+    longest = surely(always=True).choose({"a": (1,), "b": (2, 3), "c": (4, 5)}, 15)
+    assert longest == Draft("b", (2, 3))
+
+
+def test_without_evidence_what_is_expected_to_be_faster_is_sent() -> None:
+    assert surely().choose({"s": SEVEN}, 15, 2) == Draft("s", SEVEN, 4)
+    assert surely().choose({"s": SEVEN}, 15, 2, slowest=1.0) == Draft("s", SEVEN[:3])
+    # There is room for five, and a pass over more than two costs too much.
+    assert surely().choose({"s": SEVEN}, 5, 2) == Draft("s", SEVEN[:5], 4)
+    steep = {1: 1.0, 2: 1.0, 3: 3.0, 16: 30.0}
+    assert surely(curve=steep).choose({"s": SEVEN}, 15, 2) == Draft("s", SEVEN[:3], 2)
+    # Of a source no more is judged than a block.
+    controller = surely()
+    controller.choose({"s": SEVEN}, 15, 2)
+    assert controller._guesses == {"s": (SEVEN[:3], 0)}
+    # The second source is a new one, and right less often.
+    assert controller.choose({"s": SEVEN[:3], "new": SEVEN}, 15).source == "s"
+
+
+def test_blocks_of_one_token_go_ahead_if_no_wider_pass_pays() -> None:
+    """Two at a time the seven drafts and the token before bring 5.70 tokens in 3.35 steps."""
+    steep = {1: 1.0, 2: 3.0, 16: 45.0}
+    assert surely(NotedGain(0.69), curve=steep).choose({"s": SEVEN}, 15, 2) == Draft("s", (1,), 1)
+    assert surely(NotedGain(0.66), curve=steep).choose({"s": SEVEN}, 15, 2) == NO_DRAFT
+
+
+# A pass of two tokens costs 0.2 steps more, one of three 0.4, one of four 0.6. More than one draft may take
+# half of what can be borne.
+@pytest.mark.parametrize("bound", ["answer", "source"])
+@pytest.mark.parametrize(
+    ("bearable", "again", "drafts"),
+    [
+        (0.19, False, 0),
+        (0.21, False, 1),
+        (0.79, False, 1),
+        (0.81, False, 2),
+        (1.19, False, 2),
+        (1.21, False, 3),
+        # And what was right of a wrong draft is computed again in a pass that is wider by one.
+        (0.39, True, 0),
+        (0.41, True, 1),
+        (1.19, True, 1),
+        (1.21, True, 2),
+    ],
+)
+def test_a_pass_risks_no_more_than_the_answer_and_its_source_can_bear(
+    bound: str, bearable: float, again: bool, drafts: int
+) -> None:
+    controller = surely(curve={1: 1.0, 2: 1.2, 3: 1.4, 4: 1.6, 16: 4.0}, again=again)
+    if bound == "answer":
+        controller._bearable = bearable
+    else:
+        controller.records["s"].bearable = bearable
+    assert len(controller.choose({"s": SEVEN}, 15).tokens) == drafts
+
+
+# Half of the drafts are right: of w of them and the token before, so many tokens come.
+@pytest.mark.parametrize(
+    ("width", "blocks", "drafts", "slowest", "drafting", "gain"),
+    [
+        (2, 1, 7, 0.0, 0.0, 1.5),
+        (2, 1, 7, 0.75, 0.0, 1.5),
+        (2, 1, 1, 0.0, 0.5, 1.5 / 1.5),
+        # The second block counts with a chance of a fourth, and comes half a step after the first.
+        (2, 2, 3, 0.0, 0.0, 1.875 / (1 + 0.25 / 2)),
+        # It has one token.
+        (2, 2, 2, 0.0, 0.0, 1.75 / (1 + 0.25 / 2)),
+        (2, 2, 3, 0.0, 0.5, 1.875 / (1.125 + 0.5)),
+        # Four blocks of one token, of which two are under way at a time.
+        (1, 2, 3, 0.0, 0.0, 1.875 / (1 + 0.875 / 2)),
+        # A machine that takes three fourths of a step gives a block as often. With two blocks it is half a
+        # step late behind a wrong draft, of which there is one in 15 of 16 cases.
+        (2, 2, 3, 0.75, 0.0, 1.875 / (1 + 0.25 * 0.75 + 15 / 16 / 2)),
+        (1, 3, 2, 0.5, 0.0, 1.75 / (1 + 0.75 / 2 + 7 / 8 / 2)),
+        (1, 3, 2, 0.25, 0.0, 1.75 / (1 + 0.75 / 3)),
+    ],
+)
+def test_the_gain_of_blocks_by_hand(
+    width: int, blocks: int, drafts: int, slowest: float, drafting: float, gain: float
+) -> None:
+    controller = Controller(Costs(LEVEL), 3)
+    controller._slowest = slowest
+    assert controller._gain(0.5, width, blocks, drafts, drafting) == pytest.approx(gain)
+    # A pass of two tokens takes half a step more; behind a wrong draft the next one has to be as wide.
+    dear = Controller(Costs({1: 1.0, 2: 1.5, 16: 8.5}), 3, again=True)
+    assert dear._gain(0.5, 2, 1, 7) == pytest.approx(1.5 / (1.5 + 0.5 * 0.5))
+    assert dear._gain(0.5, 2, 2, 3, 0.5) == pytest.approx(1.875 / (1.75 * 1.125 + 0.5))
+
+
+def test_blocks_ahead_that_would_cost_more_than_can_be_borne_are_not_sent() -> None:
+    controller = surely(NotedGain(1.0))
+    controller._bearable = 0.21
+    assert controller.choose({"s": SEVEN}, 15, 2).block == 4
+    # A block behind a dropped one is expected to be 0.1 late: half of what can be borne.
+    controller._bearable = 0.19
+    assert controller.choose({"s": SEVEN}, 15, 2) == Draft("s", SEVEN[:3])
+    # It is known by now to be 0.3 late.
+    ahead = NotedGain(1.0)
+    ahead.own.late = 0.3
+    for bearable, block in ((0.59, 0), (0.61, 4)):
+        controller = surely(ahead)
+        controller._bearable = bearable
+        assert controller.choose({"s": SEVEN}, 15, 2).block == block
+    # If a machine takes 0.6 of a step it is 0.2 late; a third block is 0.1 later than the second.
+    # With too little for that, three blocks of two tokens are left: they may take all that can be borne.
+    cases = ((0.39, 0.6, 2, 0), (0.41, 0.6, 2, 4), (0.39, 0.0, 3, 2), (0.41, 0.0, 3, 4))
+    for bearable, slowest, machines, block in cases:
+        controller = surely()
+        controller._bearable = bearable
+        found = controller.choose({"s": (*SEVEN, 8, 9, 10, 11)}, 15, machines, slowest=slowest)
+        assert (found.block, len(found.tokens)) == (block, block * machines - 1 if block else 3)
+
+
+def test_a_flight_is_held_against_blocks_alone_once_its_last_block_is_there() -> None:
+    ahead = NotedGain(1.0)
+    controller = surely(ahead, curve={1: 2.0, 16: 2.0})
+    assert controller.choose({"s": SEVEN}, 15, 2).block == 4
+    assert controller._flight is not None
+    assert (controller._flight.width, controller._flight.guess) == (4, 8)
+    controller.verified(Draft("s", (1, 2, 3, 4)), [1, 2, 3, 4], 2.0, beside=Beside.BLOCKS, left=1)
+    assert ahead.flown == []
+    # Two more tokens may come than were guessed at first: a block of four, and two.
+    going = controller.choose({"s": (5, 6, 7, 8, 9)}, 15, 2, going=True)
+    assert going.tokens == (5, 6, 7, 8, 9)
+    assert (controller._flight.width, controller._flight.guess) == (4, 10)
+    # Nothing more is guessed: what is under way stays.
+    assert controller.choose({}, 15, 2, going=True) == NO_DRAFT
+    assert (controller._flight.width, controller._flight.guess) == (4, 10)
+    controller.verified(Draft("s", (5, 6, 7, 8)), [5, 6, 7, 8], 1.0, beside=Beside.BLOCKS, left=1)
+    controller.verified(Draft("s", (9,)), [9, 10], 0.5, beside=Beside.BLOCKS)
+    # Blocks alone of four, four and two tokens take three steps.
+    assert ahead.flown == [(3.0, 1.75)]
+    # What comes after it is of no flight.
+    controller.verified(Draft("s", (11,)), [11], 1.0, beside=Beside.BLOCKS)
+    assert len(ahead.flown) == 1
+
+
+def test_a_flight_that_a_prompt_came_between_is_not_counted() -> None:
+    ahead = NotedGain(1.0)
+    controller = surely(ahead)
+    controller.choose({"s": SEVEN}, 15, 2)
+    bearable = controller._bearable
+    controller.verified(Draft("s", (1, 2, 3, 4)), [1, 2], 9.0, beside=Beside.PROMPT)
+    assert (ahead.flown, ahead.late, controller.saved_s) == ([], [], 0.0)
+    assert controller._bearable == pytest.approx(bearable)
+    # Nor is one whose blocks were all dropped.
+    for machines, proposals in ((1, {"s": SEVEN}), (2, {"s": SEVEN[:1]}), (2, {})):
+        controller.choose({"s": SEVEN}, 15, 2)
+        controller.choose(proposals, 15, machines)
+        controller.verified(NO_DRAFT, [1], 1.0)
+        assert ahead.flown == []
+    # Without evidence no flight is counted.
+    controller = surely()
+    controller.choose({"s": SEVEN}, 15, 2)
+    assert controller.choose({"s": SEVEN}, 15, 2, going=True).block == 4
+    controller.verified(Draft("s", (1, 2, 3)), [1], 1.0, beside=Beside.DROPPED)
+
+
+def test_a_block_behind_one_that_was_dropped_is_late_by_what_it_takes_more_than_alone() -> None:
+    ahead, curve = NotedGain(1.0), {1: 2.0, 3: 3.0, 16: 8.0}
+    controller = surely(ahead, curve=curve)
+    controller.verified(Draft("s", (1, 2)), [1, 2, 3], 4.5, beside=Beside.DROPPED)
+    assert ahead.late == [0.75]
+    # Its time says nothing of what a pass costs.
+    assert controller.costs.curve == {1: 1.0, 3: 1.5, 16: 4.0}
+    controller.verified(Draft("s", (4,)), [4, 5], 4.5, beside=Beside.BLOCKS)
+    assert ahead.late == [0.75]

@@ -15,11 +15,11 @@ from turned_scheduler import TinyFamily, Turned, drawn, family
 
 from fleetd.control.daemon_status import MemoryBudget
 from fleetd.control.model_facts import StateSizes
-from fleetd.engine.groups.promised_rows import promised_bytes
+from fleetd.engine.groups.promised_rows import divided, promised_bytes
 from fleetd.engine.groups.remote_rows import KeptThere
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load.loading import MemoryShares
-from fleetd.engine.measure.memory import KvBudget
+from fleetd.engine.measure.memory import KvBudget, RowBound
 from fleetd.engine.prefixes.prefix_cache import PrefixCache
 from fleetd.engine.protocol import Finished
 from fleetd.engine.sequence_state.parts import sizes as sizes_of
@@ -65,6 +65,15 @@ def asked_at_random(bench: Turned, seed: int) -> list[Any]:
         bench.turn(dice.randrange(1, 30))
     bench.finish()
     return [bench.of(f"r{number}")[-1] for number in range(asked)]
+
+
+def test_both_bounds_together_are_what_was_promised() -> None:
+    """A sequence takes up to 256 rows besides its tokens; where it has a running state it counts as 1024."""
+    assert divided(3000, 1000, running=False) == (RowBound(2256, 256), RowBound(1256, 256))
+    assert divided(3000, 1000, running=True) == (RowBound(3024, 1024), RowBound(2024, 1024))
+    # Of sequences with running states 2 run at most and 1 is kept; 4 states are promised.
+    sizes = StateSizes(token_bytes=10, state_bytes=7)
+    assert promised_bytes(3000, sizes) == (3000 + 2 * 256) * 10 + 4 * 7
 
 
 @pytest.mark.usefixtures("on_cpu", "cpu_installed")

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from fleetd import limits
 from fleetd.engine.measure.memory import RowBound
 from fleetd.engine.prefixes.prefix_cache import PrefixCache
 
@@ -70,6 +71,13 @@ def test_namespaces_do_not_mix() -> None:
     cache.store([1, 2, 3], kv([1, 2, 3]), "sparse")
     assert cache.fetch([1, 2, 3, 4]).tokens == 0
     assert cache.fetch([1, 2, 3, 4], "sparse").tokens == 3
+    # What one has neither replaces the other's nor is kept instead of it.
+    for tokens in ([5, 6], [7, 8, 9]):
+        cache.store(tokens, kv(tokens))
+    for tokens in ([5, 6, 6], [7, 8]):
+        cache.store(tokens, kv(tokens), "sparse")
+    assert [cache.longest(prompt) for prompt in ([5, 6, 0], [7, 8, 9, 0])] == [2, 3]
+    assert [cache.longest(prompt, "sparse") for prompt in ([5, 6, 6, 0], [7, 8, 0])] == [3, 2]
 
 
 def test_one_token_is_always_left() -> None:
@@ -105,6 +113,39 @@ def test_bounded_by_the_rows_that_other_machines_have() -> None:
     cache.store([6] * 11, kv([6] * 11))
     cache.validate()
     assert (len(cache), cache.fetch([5] * 11).tokens) == (1, 10)
+
+
+def test_what_another_machine_sent_serves_if_it_saves_a_block_and_goes_with_that_machine() -> None:
+    block, studio = limits.CACHE_BLOCK_TOKENS, frozenset({"studio"})
+    tokens, cache = list(range(block + 8)), PrefixCache(1 << 40)
+    cache.store(tokens, kv(tokens), origins=studio)
+    hit = cache.fetch([*tokens, 1])
+    assert (hit.tokens, hit.origins) == (block + 8, studio)
+    for shared, served in ((block, 0), (block + 1, block + 1)):
+        prompt = [*tokens[:shared], -1, -1]
+        assert cache.longest(prompt) == cache.fetch(prompt).tokens == served
+    # What was computed here serves from its first token on, and is kept beside the same from elsewhere.
+    own = [*tokens[:20], -2]
+    cache.store(own, kv(own))
+    assert cache.longest([*own, 1]) == 21
+    assert cache.longest([*tokens[: block + 4], -1, -1]) == 20
+    cache.store(tokens, kv(tokens))
+    cache.forget(["another", "studio"])
+    cache.validate()
+    assert cache.fetch([*tokens, 1]).origins == frozenset()
+    assert cache.longest([*tokens, 1]) == block + 8
+
+
+def test_nothing_is_kept_under_a_machine_that_was_forgotten_nor_beside_what_was_computed_here() -> None:
+    block = limits.CACHE_BLOCK_TOKENS
+    tokens, cache = list(range(block + 8)), PrefixCache(1 << 40)
+    cache.forget(["studio"])
+    cache.store(tokens, kv(tokens), origins=frozenset({"studio", "kitchen"}))
+    assert len(cache) == 0
+    cache.store(tokens, kv(tokens))
+    cache.store(tokens, kv(tokens), origins=frozenset({"kitchen"}))
+    assert len(cache) == 1
+    assert cache.fetch([*tokens, 1]).origins == frozenset()
 
 
 def test_too_big_for_the_cache_is_not_stored() -> None:
@@ -146,7 +187,10 @@ def test_a_recurrent_state_serves_only_what_continues_it() -> None:
     state = ArraysCache(1)
     state[0] = mx.ones((1, 4))
     cache = PrefixCache(1 << 40)
+    cache.store([1, 2, 3, 4, 5], [state])
+    # A longer one that cannot be taken back does not serve what a shorter one would, nor the other way round.
     cache.store([1, 2, 3], [state])
+    assert cache.longest([1, 2, 3, 4, 5, 6]) == 5
     assert cache.fetch([1, 2, 9]).tokens == 0
     assert cache.fetch([1, 2, 3]).tokens == 0
     assert cache.fetch([1, 2, 3, 4]).tokens == 3

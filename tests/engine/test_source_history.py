@@ -10,7 +10,12 @@ from typing import ClassVar
 
 import pytest
 
-from fleetd.engine.speculation.controller import NO_DRAFT, RISK_PER_TOKEN, Controller
+from fleetd.engine.speculation.controller import (
+    NO_DRAFT,
+    RISK_PER_TOKEN,
+    Controller,
+    SourceStats,
+)
 from fleetd.engine.speculation.drafts_price import DraftPrice
 from fleetd.engine.speculation.hidden_source import LEAST_ROWS, HiddenSource, WorkerDrafter
 from fleetd.engine.speculation.pass_costs import Costs
@@ -211,6 +216,7 @@ def test_what_one_source_has_saved_is_not_another_one_s_to_lose() -> None:
 def test_it_says_why_a_source_is_off() -> None:
     controller = Controller(Costs(COSTS), 4, history=after(DraftHistory(), 10, 20))
     assert controller.off("mtp", PRICE) == "off: pays less than it costs (right in 33 %)"
+    assert Controller(Costs(COSTS), 4, always=True, history=controller.history).off("mtp", PRICE) == ""
     # At no cost it would pay.
     assert controller.off("mtp") == ""
     assert Controller(Costs(COSTS), 4).off("mtp", PRICE) == ""
@@ -227,6 +233,17 @@ def test_states_are_noted_shortly_before_a_trial_and_while_drafts_pay() -> None:
     history.sources["mtp"].allowance = 0.1 + PRICE.seconds(1) - 32 * TRIAL_SHARE
     assert notes(history)
     assert notes(after(DraftHistory(), 29, 1))
+    # One that would cost more than a step is never tried.
+    history.sources["mtp"].allowance = CARRIED
+    assert Controller(Costs(COSTS), 4, history=history).notes("mtp", DraftPrice(0.0, 0.9))
+    assert not Controller(Costs(COSTS), 4, history=history).notes("mtp", DraftPrice(0.0, 0.91))
+    # It may be right in this answer alone, or in all others.
+    history.sources["mtp"].allowance = 0.0
+    for past, right in ((history, 8.0), (after(DraftHistory(), 29, 1), 0.0)):
+        controller = Controller(Costs(COSTS), 4, history=past)
+        controller.records["mtp"] = SourceStats(_right=right, _judged=8.0)
+        assert controller.notes("mtp", PRICE)
+    assert Controller(Costs(COSTS), 4, always=True, history=history).notes("mtp", PRICE)
 
 
 def test_a_source_that_took_time_for_nothing_is_charged_alone() -> None:
@@ -300,6 +317,59 @@ def test_drafts_that_were_held_up_are_made_again(what: str, times: int) -> None:
     assert asked[-1] > 0
 
 
+@pytest.mark.parametrize(
+    ("one_s", "all_s", "tokens", "price"),
+    [
+        (1.0, 1.6, 4, DraftPrice(0.8, 0.2)),
+        # No token takes longer than the first one did, nor less than nothing.
+        (1.0, 9.0, 5, DraftPrice(0.75, 0.25)),
+        (1.0, 0.5, 4, DraftPrice(1.0, 0.0)),
+        (1.0, 1.0, 1, DraftPrice(1.0, 0.0)),
+    ],
+)
+def test_what_a_draft_takes_once_and_for_each_token(
+    one_s: float, all_s: float, tokens: int, price: DraftPrice
+) -> None:
+    found = DraftPrice.between(one_s, all_s, tokens)
+    assert (found.once_s, found.token_s) == (pytest.approx(price.once_s), pytest.approx(price.token_s))
+    assert found.seconds(0) == 0.0
+    assert found.seconds(3) == pytest.approx(price.once_s + 3 * price.token_s)
+
+
+def test_a_price_follows_what_drafts_take_and_goes_back_where_none_is_made() -> None:
+    price = DraftPrice(0.8, 0.2)
+    # Twice as long as expected is believed to a fifth, and so is thrice for whatever took longer.
+    price.took(3, 2.8)
+    assert (price.once_s, price.token_s) == (pytest.approx(0.96), pytest.approx(0.24))
+    price.took(1, 100.0)
+    assert (price.once_s, price.token_s) == (pytest.approx(1.344), pytest.approx(0.336))
+    price.forget(2)
+    left = 0.995**2
+    assert price.once_s == pytest.approx(0.8 + 0.544 * left)
+    assert price.token_s == pytest.approx(0.2 + 0.136 * left)
+    free = DraftPrice(0.0, 0.0)
+    free.took(1, 1.0)
+    assert free.seconds(1) == 0.0
+
+
+def test_all_answers_are_remembered_as_long_as_a_token_in_33() -> None:
+    source = SourceHistory(right=10.0, weight=20.0)
+    source.judge(3, wrong=True)
+    assert (source.right, source.weight, source.judged) == (
+        pytest.approx(10 * 0.97 + 3),
+        pytest.approx(20 * 0.97 + 4),
+        4,
+    )
+    source.judge(1, wrong=False)
+    assert source.judged == 5
+    assert not source.known
+    source.judge(2, wrong=True)
+    assert source.known
+    # One that was right more often than a new source is remembered as it was.
+    assert SourceHistory(right=27.0, weight=30.0, account=CARRIED).remembered() == (pytest.approx(7.2), 8.0)
+    assert SourceHistory(right=1.0, weight=2.0).remembered() == (1.0, 2.0)
+
+
 def test_what_is_remembered_is_bounded() -> None:
     history = DraftHistory()
     for n in range(100):
@@ -311,3 +381,19 @@ def test_what_is_remembered_is_bounded() -> None:
         source.tried(-5.0)
     assert source.weight < 150
     assert source.allowance == -CARRIED
+    # One that is known takes nobody's place.
+    for n in range(16):
+        history.source(f"t{n}")
+    known = set(history.sources)
+    history.source(next(iter(known)))
+    assert set(history.sources) == known
+    source = SourceHistory()
+    for steps, account in ((3.0, 3.0), (-1.0, 2.0), (-5.0, 0.0), (100.0, 16.0), (-1.0, 15.0)):
+        source.gained(steps)
+        assert source.account == account
+    source.on_tokens(100)
+    for steps in (5.0, -0.2):
+        source.tried(steps)
+    assert source.allowance == pytest.approx(100 * TRIAL_SHARE - 0.2)
+    source.on_tokens(1000)
+    assert source.allowance == CARRIED

@@ -107,3 +107,19 @@ def test_rests_double_until_everybody_gains() -> None:
     rounds.add_round({"a": 8, "b": 1}, 3.0)
     rounds.end()
     assert rest(rounds) == REST
+
+
+@pytest.mark.parametrize(
+    ("rounds_of_b", "gained", "losing"), [((6, 6, 6, 6), True, False), ((5, 6, 6, 6), False, True)]
+)
+def test_an_answer_gains_by_the_tokens_that_the_batch_would_have_given_meanwhile(
+    rounds_of_b: tuple[int, ...], gained: bool, losing: bool
+) -> None:
+    """A step of the batch takes half a second, so that six tokens come in 3 s, and a round takes 2.9 s."""
+    rounds = measured(2, 0.5)
+    for tokens in rounds_of_b:
+        rounds.add_round({"a": 8, "b": tokens}, 2.9)
+    assert rounds.losing is losing
+    rounds.end()
+    # After a loss the next rest is twice as long.
+    assert rounds._next_rest == (REST if gained else 2 * REST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,20 @@ def test_every_folder_of_modules_is_a_package() -> None:
         path.parent for package in ("fleetd", "fleetctl") for path in (REPO / package).rglob("*.py")
     }
     assert with_modules == {*folders("fleetd"), *folders("fleetctl")}
+
+
+def test_every_room_of_the_worker_is_on_its_side_of_the_border() -> None:
+    """The contracts name the rooms one by one: a new one must not be left out."""
+    with (REPO / "pyproject.toml").open("rb") as file:
+        contracts = {each["name"]: each for each in tomllib.load(file)["tool"]["importlinter"]["contracts"]}
+    rooms = {f"fleetd.engine.{folder.name}" for folder in folders("fleetd/engine") if folder.name != "engine"}
+    rooms -= {"fleetd.engine.daemon_side"}
+    worker = contracts["Two processes: a worker knows nothing of the daemon's side"]["source_modules"]
+    assert rooms <= set(worker)
+    (daemon,) = [each for name, each in contracts.items() if name.startswith("Two processes: the daemon's")]
+    # The daemon starts workers by what ``cpu`` knows of this system, and hands them sockets, without mlx.
+    shared = {"fleetd.engine.cpu", "fleetd.engine.streams"}
+    assert rooms - shared <= set(daemon["forbidden_modules"])
 
 
 STRUCT = """

@@ -117,6 +117,21 @@ def test_of_machines_the_one_that_computed_last_is_forgotten_last(monkeypatch: p
     assert seen.cached_chars("b", "m", text("q", 3)) == 0
 
 
+def test_a_machine_is_forgotten_with_its_last_text_and_the_next_one_makes_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "AFFINITY_BLOCKS", 100)
+    seen = Affinity(KEY)
+    for machine, name, blocks in (("a", "p", 10), ("a", "q", 10), ("b", "r", 85)):
+        seen.computed(machine, "m", text(name, blocks))
+    assert seen.cached_chars("a", "m", text("p", 10)) == 0
+    assert seen.cached_chars("a", "m", text("q", 10)) == 10 * BLOCK_CHARS
+    seen.computed("c", "m", text("s", 20))
+    left = [seen.cached_chars(*each) for each in (("a", "m", text("q", 10)), ("b", "m", text("r", 85)))]
+    assert left == [0, 0]
+    assert seen.cached_chars("c", "m", text("s", 20)) == 20 * BLOCK_CHARS
+
+
 def test_a_turn_pushes_nothing_out_where_there_is_room_without_the_one_before() -> None:
     seen = Affinity(KEY)
     room, turn = 9 * BLOCK_CHARS, "p" * (4 * BLOCK_CHARS)

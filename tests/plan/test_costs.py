@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fleetd.control.model_facts import ModelShape
 from fleetd.plan.chip_speeds import APPLE, GB10
-from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed, modelled
+from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed, cautious, modelled
 
 speeds = st.builds(
     PrefillSpeed, st.floats(1e-6, 1.0), st.just(0.0) | st.floats(1e-10, 1e-3), st.floats(0, 1.0)
@@ -55,6 +55,32 @@ def test_a_measured_chunk_takes_what_was_measured(tok_s: float, context_s: float
     explained_s = fixed_s + context_s * MEASURED_TOKENS**2 / 2
     if explained_s < MEASURED_TOKENS / tok_s / 2:
         assert speed.seconds(1.0, 0, MEASURED_TOKENS) == pytest.approx(MEASURED_TOKENS / tok_s)
+
+
+@pytest.mark.parametrize(
+    ("context_s", "fixed_s", "token_s", "context", "fixed"),
+    [
+        # A chunk of 256 tokens takes a second. What it takes besides its tokens is measured apart.
+        (0.0, 0.2, 0.8, 0.0, 0.2),
+        (1e-5, 0.2, 0.8 - 0.32768, 1e-5, 0.2),
+        # A card that claims more than three fourths of it for that is believed so far.
+        (0.0, 5.0, 0.25, 0.0, 0.75),
+        (1e-4, 0.5, 0.25, 1e-4, 0.5),
+        (-1.0, -1.0, 1.0, 0.0, 0.0),
+    ],
+)
+def test_what_a_chunk_takes_besides_its_tokens(
+    context_s: float, fixed_s: float, token_s: float, context: float, fixed: float
+) -> None:
+    found = PrefillSpeed.measured(256.0, context_s, fixed_s)
+    assert (found.token_s, found.context_s, found.fixed_s) == (pytest.approx(token_s / 256), context, fixed)
+
+
+def test_cautious_speeds_are_moved_away_from_their_mean() -> None:
+    """One takes 1 s, the other 2 s: rates of 1 and 0.5, of which the mean is 0.75 and the sum 1.5."""
+    fast, slow = cautious([PrefillSpeed(0.01), PrefillSpeed(0.02)], range(100), 100)
+    assert fast.token_s == pytest.approx(0.01 * (1 - 0.1 * 0.25 / 1.5))
+    assert slow.token_s == pytest.approx(0.02 * (1 + 0.1 * 0.25 / 1.5))
 
 
 @given(st.floats(0, 1e12), st.floats(0, 1e12), st.floats(0, 1e12))

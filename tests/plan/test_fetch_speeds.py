@@ -47,6 +47,19 @@ def test_before_the_first_fetch_the_figures_of_link_and_disk_count() -> None:
     assert Way().predicted(link=LinkSpeed(0.0)).bytes_per_s == 0.0
 
 
+def test_a_fetch_that_came_at_once_says_nothing_of_the_rate_and_old_ones_say_nothing_at_all() -> None:
+    way, figures = Way(), FetchSpeed(limits.FETCH_FIXED_S + 0.004, 500 * MIB)
+    # A daemon that has run for a day.
+    way.now_s = 86_400.0
+    way.speeds.fetched("a", MEMORY, 8 * MIB, opening_s=2.0, took_s=2.0, now_s=way.now_s)
+    assert same(way.predicted(), FetchSpeed(2.0, figures.bytes_per_s))
+    way.fetch(FetchSpeed(2.0, 100 * MIB), 8 * MIB)
+    way.now_s += limits.FETCH_SPEED_S - 1
+    assert same(way.predicted(), FetchSpeed(2.0, 100 * MIB))
+    way.now_s += 2
+    assert same(way.predicted(), figures)
+
+
 @given(
     opening_s=st.floats(0, 10),
     rate=st.floats(MIB, 1400 * MIB),

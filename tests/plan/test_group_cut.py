@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupModelSize, Shortage, cut
+from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupModelSize, Shortage, cut, cut_with_fetchers
 
 GB = 10**9
 #: 80 layers of half a GB: 70 billion weights of 4 bits.
@@ -48,9 +49,53 @@ def test_the_embedding_and_the_head_count_where_answers_are_written() -> None:
 
 
 def test_what_is_missing_is_told() -> None:
+    # A layer and its 4096 tokens take 0.5168 GB: 15 have room beside the 2 GB of both ends, and 19 on b.
     found = asked(machine("here", 10), machine("b", 10))
-    assert isinstance(found, Shortage)
-    assert 20 * GB < found.missing_bytes < 26 * GB
+    assert found == Shortage(46 * (GB // 2 + 4096 * 4096))
+    here, cramped = machine("here", 2.5), machine("c", 0.5)
+    found = asked(here, machine("b", 10), cramped)
+    assert found == Shortage(61 * (GB // 2 + 4096 * 4096), (here, cramped))
+
+
+def test_the_roomiest_seven_are_tried() -> None:
+    small = [machine(name, 1.1) for name in ("a", "b")]
+    large = [machine(name, 5.7) for name in "cdefghi"]
+    assert set(layers(asked(machine("here", 4), *small, *large))) == {"here", *"cdefghi"}
+
+
+def test_the_fastest_comes_first_in_the_chain() -> None:
+    found = asked(machine("here", 15), machine("slow", 15, 50), machine("fast", 16, 800))
+    assert list(layers(found)) == ["here", "fast", "slow"]
+
+
+def test_machines_that_fetch_come_last_unless_all_are_to_hold_a_part() -> None:
+    here, has, bare = machine("here", 30), machine("has", 30, 100), replace(machine("bare", 30), can_fetch=80)
+    for every, names in ((False, {"here", "has"}), (True, {"here", "has", "bare"})):
+        found = cut_with_fetchers(
+            LARGE, here, [has], [bare], least_tokens=4096, most_tokens=65536, every=every
+        )
+        assert set(layers(found)) == names
+
+
+@pytest.mark.parametrize("speeds", [(1, 1, 1), (1, 2, 4), (4, 1, 2), (2, 3, 3), (1, 9, 1)])
+@pytest.mark.parametrize("rooms", [(4, 4, 4), (9, 9, 9), (2, 9, 3), (6, 2, 9)])
+def test_no_other_cut_over_the_same_machines_costs_less(
+    speeds: tuple[int, ...], rooms: tuple[int, ...]
+) -> None:
+    """What a step takes in all machines one after the other, and once more the longest of them."""
+    model = GroupModelSize(10, 0, 0)
+    here, *others = (
+        machine(str(number), room / 2, speed * GB / 2)
+        for number, (room, speed) in enumerate(zip(rooms, speeds, strict=True))
+    )
+    found = layers(cut(model, here, others, least_tokens=0, most_tokens=1, every=True))
+
+    def cost(counts: tuple[int, ...]) -> float:
+        times = [count / speed for count, speed in zip(counts, speeds, strict=True)]
+        return sum(times) + max(times)
+
+    fitting = [each for each in product(*(range(1, room + 1) for room in rooms)) if sum(each) == 10]
+    assert cost(tuple(found[str(number)] for number in range(3))) == pytest.approx(min(map(cost, fitting)))
 
 
 def test_room_for_more_tokens_than_wanted_is_not_taken() -> None:
@@ -115,7 +160,7 @@ def test_layers_that_stay_together_are_all_on_the_last_machine() -> None:
     here, large, small = machine("here", 3), machine("large", 2.6), machine("small", 1.5, 800)
     assert layers(asked(here, large, model=ten)) == {"here": 5, "large": 5}
     # Three layers have room, and four would have to be there.
-    assert isinstance(asked(machine("here", 4), small, model=ten), Shortage)
+    assert asked(machine("here", 4), small, model=ten) == Shortage(GB // 2)
     found = asked(machine("here", 1.5), small, large, model=ten)
     assert isinstance(found, GroupCut)
     assert [part.machine.name for part in found.parts] == ["here", "small", "large"]

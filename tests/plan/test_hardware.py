@@ -6,7 +6,17 @@ import pytest
 
 from fleetd.limits import GIB
 from fleetd.plan import chip_speeds
-from fleetd.plan.chip_speeds import APPLE, CUDA, GB10, hardware_of
+from fleetd.plan.chip_speeds import (
+    ANY_CUDA,
+    ANY_METAL,
+    APPLE,
+    CUDA,
+    GB10,
+    Hardware,
+    compiles_late,
+    hardware_of,
+    most_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -95,3 +105,36 @@ def test_loading_takes_longer_for_larger_models_and_never_nothing() -> None:
 def test_a_model_of_no_size_has_a_finite_speed() -> None:
     assert 0 < GB10.decode_tok_s(0) < float("inf")
     assert 0 < GB10.prefill_tok_s(0) < float("inf")
+
+
+@pytest.mark.parametrize(
+    ("chip", "accelerator", "cores", "arithmetic", "most"),
+    [
+        ("Apple M2 Max", "metal", 12, "", APPLE[2, "Max"]),
+        ("Apple M1", "metal", 8, "", APPLE[1, ""]),
+        ("Apple M9 Max", "metal", 12, "", ANY_METAL),
+        ("something", "metal", 12, "", ANY_METAL),
+        ("NVIDIA GB10", "cuda", 20, "", GB10),
+        ("NVIDIA B200", "cuda", 20, "", ANY_CUDA),
+        ("GB10", "cpu", 4, "int8", Hardware(400e9, 4 * 600e9)),
+        ("x", "cpu", 0, "", Hardware(400e9, 200e9)),
+        ("x", "cpu", 9999, "float32", Hardware(400e9, 256 * 200e9)),
+        ("x", "another", 4, "", ANY_CUDA),
+    ],
+)
+def test_what_a_card_may_claim_of_a_machine_at_most(
+    chip: str, accelerator: str, cores: int, arithmetic: str, most: Hardware
+) -> None:
+    assert most_of(chip, accelerator, cores, arithmetic) == most
+
+
+def test_speeds_by_hand() -> None:
+    """Eight billion weights of 4.5 bits, with 32 layers 4096 wide, at 100 GB/s and 10 TFLOPS."""
+    chip = Hardware(100e9, 10e12)
+    assert chip.decode_tok_s(4_500_000_000) == pytest.approx(0.6 * 100 / 4.5)
+    assert chip.prefill_tok_s(4_500_000_000) == pytest.approx(0.6 * 10e12 / (2 * 8e9))
+    assert chip.prefill_context_s(32, 4096) == pytest.approx(4 * 32 * 4096 / (0.6 * 0.5 * 10e12))
+    halved = Hardware(100e9, 10e12, 5e12)
+    assert halved.prefill_context_s(32, 4096) == pytest.approx(2 * chip.prefill_context_s(32, 4096))
+    assert compiles_late("cuda")
+    assert not compiles_late("metal")

@@ -50,6 +50,24 @@ def test_what_loads_take_here_corrects_the_estimate_for_other_models() -> None:
     assert times.seconds("other", GIB) <= MOST * chip_speeds.load_s(GIB) + first_s(GIB)
 
 
+def test_each_load_moves_what_is_expected_half_of_the_way() -> None:
+    """By size a load of 2 GB takes 4 s, and one of 6 GB 6 s."""
+    times, two, six = LoadTimes(), 2 * 10**9, 6 * 10**9
+    times.took("m", two, [("verifying", 1.0), ("measuring", 8.0), ("reading", 6.0)])
+    # Half as long again, checksums at 1.5 GB/s, and 7 s of what only first loads have.
+    assert times.seconds("other", six) == pytest.approx(6 * 1.5 + 4 + 7)
+    # A later load compares little, and that is a part of it.
+    times.took("m", two, [("verifying", 0.5), ("reading", 9.5)])
+    assert times.seconds("m", two) == 8.0
+    assert times.seconds("other", six) == pytest.approx(6 * 2.0 + 4 + 7)
+
+
+def test_one_load_that_took_next_to_nothing_does_not_make_all_others_take_nothing() -> None:
+    times = LoadTimes()
+    times.took("m", 2 * 10**9, [("reading", 0.001)])
+    assert times.seconds("other", 6 * 10**9) == pytest.approx(6 / MOST + first_s(6 * 10**9))
+
+
 @given(st.floats(-1.0, 0.0))
 def test_a_load_that_took_no_time_teaches_nothing(seconds: float) -> None:
     times = LoadTimes()

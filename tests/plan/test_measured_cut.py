@@ -98,6 +98,7 @@ def test_only_enough_steps_of_this_very_cut_count() -> None:
     assert layer_seconds(found, stages) == {"here": pytest.approx(0.001), "b": pytest.approx(0.002)}
     few = replace(stages[1], steps=LEAST_STEPS - 1)
     assert layer_seconds(found, [stages[0], few]) is None
+    assert layer_seconds(found, [stages[0], replace(stages[1], computed_s=0.0)]) is None
     assert layer_seconds(found, [replace(stages[0], last=5), replace(stages[1], first=5)]) is None
     assert layer_seconds(found, []) is None
 
@@ -182,6 +183,12 @@ def test_a_machine_from_outside_is_as_much_slower_than_believed_as_those_that_st
     found = exchanged(pair(), [machine("c", 9)], here=2, b=16)
     assert found is not None
     assert found.layer_s["c"] == pytest.approx(0.002)
+    # Of those that stay one is as slow as believed, and the other one takes three times as long.
+    three = held(machine("here", 5), machine("b", 5), machine("c", 5))
+    believed_ms = LAYER_BYTES / 1e6
+    found = exchanged(three, [machine("d", 5)], here=believed_ms, b=3 * believed_ms, c=20)
+    assert found is not None
+    assert found.layer_s["d"] == pytest.approx(3 * believed_ms / 1000)
 
 
 def test_what_a_machine_took_in_an_earlier_group_says_more_than_what_is_believed() -> None:
@@ -222,11 +229,20 @@ def test_a_place_is_taken_once_the_group_has_lost_as_much_time_as_the_load_takes
     assert exchanged(pair(), [machine("c", 9)], enough - 1, here=1, b=8) is None
     assert exchanged(pair(), [machine("c", 9)], enough, here=1, b=8) is not None
     assert exchanged(pair(), [machine("c", 9)], 0, here=1, b=8) is None
+    # A faster one gets 8 layers, which take longest to load: 16 s. A token would take 8 ms.
+    enough, layer_s = math.ceil(16 / (0.040 - 0.008)), {"here": 0.001, "b": 0.008, "c": 0.0005}
+    known = others(machine("c", 9), held=pair(), load_s=2.0)
+    for tokens, found in ((enough - 1, False), (enough, True)):
+        taken = exchange(MODEL, pair(), layer_s, known, tokens=tokens, context_tokens=CONTEXT)
+        assert (taken is not None) is found
 
 
 def test_the_way_to_a_machine_counts() -> None:
     assert exchanged(pair(), [machine("c", 9)], hop_s={"c": 0.05}, here=1, b=8) is None
     assert exchanged(pair(), [machine("c", 9)], hop_s={"c": 0.05, "b": 0.05}, here=1, b=8) is not None
+    found = exchanged(pair(), [machine("c", 9)], hop_s={"c": 0.006, "b": 0.004}, here=1, b=8)
+    assert found is not None
+    assert found.gain == pytest.approx((6 + 48 + 48 + 4) / (6 + 6 + 6 + 6) - 1)
 
 
 def test_what_its_own_machines_can_do_needs_no_other_one() -> None:

@@ -64,6 +64,27 @@ def test_a_sum_over_a_ring_waits_for_the_slowest_link_and_for_more_hops_the_more
     assert 0 < ring_sum_s(2, [LinkSpeed(0, 0)], HIDDEN) < 1e-3
 
 
+@pytest.mark.parametrize(
+    ("ranks", "links", "sum_us"),
+    [
+        # Twice the way, half of the bytes and what waking takes.
+        (2, [LinkSpeed(1e9, 0.2e-3)], 2 * (100 + 3 + 75)),
+        # The slowest link's bytes, and the longest way; each hop of four takes a third of the bytes.
+        (3, [LinkSpeed(1e9, 0.1e-3), LinkSpeed(2e9, 0.2e-3)], 4 * (100 + 2 + 75)),
+        # A link that has carried nothing yet does not make the known one slow, nor quick.
+        (3, [LinkSpeed(1e9), LinkSpeed(0)], 4 * (2 + 75)),
+        (2, [], 2 * 75),
+    ],
+)
+def test_a_sum_takes_what_its_hops_take(ranks: int, links: list[LinkSpeed], sum_us: float) -> None:
+    assert ring_sum_s(ranks, links, 6000) == pytest.approx(1e-6 * sum_us)
+
+
+def test_a_token_waits_for_two_sums_in_each_layer() -> None:
+    price = divided(cut_over(2, APPLE[3, "Ultra"]), LAYERS, SumTime(1e-3))
+    assert price.sums_s == pytest.approx(0.16)
+
+
 @pytest.mark.parametrize(("step", "layers", "better"), [(0.8, 1.0, True), (0.95, 1.0, False)])
 def test_dividing_has_to_be_clearly_faster_since_it_rounds_otherwise(
     step: float, layers: float, better: bool

@@ -19,6 +19,7 @@ from fleetd.plan.route import (
     PULL_S,
     Candidate,
     Ranked,
+    RoutePrice,
     RouteQuestion,
     price,
     route,
@@ -167,6 +168,62 @@ def test_the_price_has_parts_that_add_up() -> None:
     assert not cost.modelled
 
 
+def begun(unread: int, awaited: int) -> dict[str, int]:
+    """400 tokens are kept; another request has ``unread`` left, and ``awaited`` of these are among them."""
+    return {"running": 1, "unread_tokens": unread, "awaited_tokens": awaited, "cached_tokens": 400}
+
+
+# Alone on the machine the prompt is read in 5 s and answered in 5 s.
+@pytest.mark.parametrize(
+    ("fields", "queue_s", "load_s", "prefill_s", "decode_s"),
+    [
+        # Each of two answers that run slows this one by 0.3.
+        ({"running": 2}, 0.0, 0.0, 8.0, 8.0),
+        # One runs beside it, and four are waited for, two at a time.
+        ({"running": 2, "max_streams": 2, "waiting": 3}, 4 * 13.0 / 2, 0.0, 6.5, 6.5),
+        ({"running": 9, "max_streams": 0}, 9 * 10.0, 0.0, 5.0, 5.0),
+        # A load that is under way is half done.
+        ({"state": "loading", "load_s": 8.0}, 0.0, 4.0, 5.0, 5.0),
+        ({"state": "installed", "load_s": 8.0}, 0.0, 8.0, 5.0, 5.0),
+        ({"state": "installed", "load_s": 1e9}, 0.0, 3600.0, 5.0, 5.0),
+        # Another prompt has 600 tokens left; or far more, and then this one goes first.
+        ({"running": 1, "unread_tokens": 600}, 1.5, 0.0, 6.5, 6.5),
+        ({"running": 1, "unread_tokens": 9000}, 5.0, 0.0, 6.5, 6.5),
+        # It reads what this prompt begins with: all of that is waited for.
+        (begun(300, 200), 0.75, 0.0, 5.2, 6.5),
+        (begun(100, 200), 0.25, 0.0, 5.2, 6.5),
+        (begun(500, 500), 1.25, 0.0, 5.2, 6.5),
+        ({"running": 1, "unread_tokens": 100, "cached_tokens": 9000}, 0.0, 0.0, 0.0, 6.5),
+        # Helpers have their own price.
+        ({"running": 2, "helped_s": 2.0}, 0.0, 0.0, 2.0, 8.0),
+    ],
+)
+def test_prices_by_hand(
+    fields: dict[str, Any], queue_s: float, load_s: float, prefill_s: float, decode_s: float
+) -> None:
+    cost = price(ASK, peer("a", rtt_s=0.5, wake_s=3.0, bring_s=2.0, **fields))
+    parts = (cost.queue_s, cost.load_s, cost.prefill_s, cost.decode_s)
+    assert parts == pytest.approx((queue_s, load_s, prefill_s, decode_s))
+    assert (cost.wake_s, cost.bring_s, cost.network_s) == (3.0, 2.0, 0.5)
+    assert cost.before_prefill_s == pytest.approx(queue_s + load_s + 5.5)
+    assert cost.total_s == pytest.approx(sum(parts) + 5.5)
+
+
+def test_a_machine_that_would_fetch_the_model_has_no_price_but_that() -> None:
+    absent = peer("a", state="absent", rtt_s=0.5, running=3)
+    assert price(ASK, absent) == RoutePrice(0.0, PULL_S, 0.0, 0.0, 0.5, modelled=True)
+
+
+def test_a_request_that_waits_here_counts_itself_once() -> None:
+    admitted = replace(ASK, admitted=True)
+    full = {"running": 4, "max_streams": 4}
+    # Three run beside it, so that each takes 1.9 times as long; one is waited for.
+    for waiting in (0, 1):
+        assert price(admitted, here(waiting=waiting, **full)).queue_s == pytest.approx(19.0 / 4)
+    assert price(admitted, here(waiting=2, **full)).queue_s == pytest.approx(2 * 19.0 / 4)
+    assert price(admitted, peer("a", waiting=1, **full)).queue_s == pytest.approx(2 * 19.0 / 4)
+
+
 def test_this_machine_needs_no_network() -> None:
     assert price(ASK, here(rtt_s=9.0)).network_s == 0
 
@@ -197,6 +254,12 @@ def test_speeds_that_nobody_measured_come_from_the_chip() -> None:
     # A measured figure replaces only what it measured.
     half = price(ASK, peer("a", prefill_tok_s=0.0))
     assert (half.decode_s, half.modelled) == (5.0, True)
+    half = price(ASK, peer("a", decode_tok_s=0.0))
+    assert (half.prefill_s, half.modelled) == (5.0, True)
+    # Published figures may be too good: times by them are taken to be half as long again.
+    alone, chip = price(ASK, small), small.hardware
+    assert alone.prefill_s == pytest.approx(1.5 * 2000 / chip.prefill_tok_s(4 * GIB))
+    assert alone.decode_s == pytest.approx(1.5 * 200 / chip.decode_tok_s(4 * GIB))
 
 
 # ---- Which files -----------------------------------------------------------------------------------------
@@ -470,6 +533,13 @@ def test_a_machine_of_the_same_kind_is_as_fast_as_the_measured_one() -> None:
     unmeasured = peer("new", state="installed", prefill_tok_s=0.0, decode_tok_s=0.0)
     assert order(route(ASK, [slow, unmeasured])) == ["slow", "new"]
     assert order(route(ASK, [slow, replace(unmeasured, chip="Apple M3 Max")])) == ["new", "slow"]
+    # One that has only answered so far says nothing of prompts, and unknown machines nothing of each other.
+    halves = [peer("a", prefill_tok_s=0.0), slow, unmeasured]
+    prices = {p.node_id: p.price for p in route(ASK, halves).placements}
+    assert prices["new"].prefill_s == prices["slow"].prefill_s
+    unknown = [replace(each, chip="") for each in (slow, unmeasured)]
+    prices = {p.node_id: p.price for p in route(ASK, unknown).placements}
+    assert prices["new"].modelled
 
 
 def test_a_machine_that_just_failed_is_asked_only_after_the_others() -> None:
@@ -525,6 +595,12 @@ def test_a_doubtful_speed_here_makes_other_machines_dearer_and_not_this_one() ->
     machines = [here(doubt="busy"), peer("a", **speed(1.1)), peer("b", session=True, **speed(0.5))]
     assert order(route(ASK, machines))[0] == ""
     assert order(route(ASK, [changed(machines[0], doubt=""), *machines[1:]]))[0] == "a"
+
+
+def test_a_prompt_that_is_too_long_is_told_for_whom() -> None:
+    ranked = route(replace(ASK, counted=True), [here(context_tokens=1999), peer("a", context_tokens=1999)])
+    assert why(ranked, "") == ("context", "qwen3-8b takes 1,999 tokens; this prompt has 2,000.")
+    assert why(ranked, "a") == ("context", "qwen3-8b on a takes 1,999 tokens; this prompt has 2,000.")
 
 
 def test_a_prompt_that_just_fits_the_context_is_not_refused() -> None:

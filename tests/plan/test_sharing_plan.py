@@ -18,7 +18,7 @@ from bench import pairs
 from fleetd import limits
 from fleetd.control.model_facts import ModelShape, StateSizes
 from fleetd.limits import GIB
-from fleetd.plan.prefill import choice, schedule
+from fleetd.plan.prefill import choice, schedule, step_names
 from fleetd.plan.prefill.choice import (
     BUSY_FROM,
     HYSTERESIS,
@@ -65,6 +65,126 @@ def of(found: Sequence[PrefillOption], kind: str, *helpers: str) -> PrefillOptio
 def why(choice: PlanChoice, node_id: str, kind: str = "any") -> tuple[str, str]:
     option = of(choice.rejected, kind, node_id)
     return option.code, option.reason
+
+
+# ---- All of them -----------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_what_the_machines_in_it_are() -> None:
+    """Exact if all of them are, modelled if one is."""
+    found = options(PROMPT, HOME, [helper("a"), helper("b", exact=False, modelled=True, doubtful=True)])
+    assert {frozenset(each.helpers) for each in found} == {frozenset(names) for names in ("", "a", "b", "ab")}
+    for each in found:
+        other = "b" in each.helpers
+        assert (each.exact, each.modelled, each.doubtful) == (not other, other, other)
+    narrow = options(replace(PROMPT, sent_bits=8), HOME, [helper("a", narrows=True)])
+    assert [(each.exact, each.wire_bits) for each in narrow if each.helpers] == [(False, 8)] * (
+        len(narrow) - 1
+    )
+    home = replace(HOME, modelled=True, doubtful=True)
+    assert all(each.modelled for each in options(PROMPT, home, [helper("a")]))
+    assert all(each.doubtful for each in options(PROMPT, home, [helper("a")]) if each.helpers)
+
+
+def test_a_machine_s_other_requests_make_it_slower() -> None:
+    """Here each by 0.3, as for routing; a helper takes turns with each of them."""
+    (alone,), (beside,) = (options(PROMPT, replace(HOME, running=running), []) for running in (0, 2))
+    assert beside.predicted_s == pytest.approx(1.6 * alone.predicted_s)
+    slow, busy = (options(PROMPT, HOME, [each]) for each in (helper("a", 1 / 3), helper("a", running=2)))
+    for kind in ("tokens", "layers"):
+        assert of(busy, kind, "a").predicted_s == pytest.approx(of(slow, kind, "a").predicted_s)
+
+
+def test_the_longest_load_is_waited_for_once() -> None:
+    cold = [helper(name, loaded=False, load_s=load_s) for name, load_s in (("a", 0.5), ("b", 1.5))]
+    both = [each for each in options(PROMPT, HOME, cold) if len(each.helpers) == 2]
+    assert both
+    for each in both:
+        assert each.load_s == 1.5
+        assert each.steps[0] == (step_names.LOADED, 1.5)
+        assert sum(seconds for _, seconds in each.steps) == pytest.approx(each.predicted_s)
+
+
+def test_the_three_that_help_most_are_combined_however_long_their_loads() -> None:
+    fast = [helper(name, 2.0, loaded=False, load_s=9.0) for name in "bcd"]
+    found = options(PROMPT, HOME, [helper("a", 0.5), *fast])
+    combined = {frozenset(each.helpers) for each in found if len(each.helpers) > 1}
+    assert combined == {frozenset(names) for names in ("bc", "bd", "cd", "bcd")}
+
+
+def test_only_what_has_a_price_has_the_time_of_the_first_token_in_it() -> None:
+    home = replace(HOME, first_token_s=0.5)
+    refused = helper("b", refusal=Refusal("draining", "b is stopping."))
+    for before, after in zip(
+        options(PROMPT, HOME, [helper("a"), refused]),
+        options(PROMPT, home, [helper("a"), refused]),
+        strict=True,
+    ):
+        assert after.predicted_s == pytest.approx(before.predicted_s + 0.5 if before.priced else 0.0)
+        assert (step_names.DECODED in dict(after.steps)) is before.priced
+
+
+LOCAL = PrefillOption("local", predicted_s=10.0)
+MADE = next(each for each in options(PROMPT, HOME, [helper("a")]) if each.split is not None)
+
+
+def made(seconds: float, name: str = "a", **fields: Any) -> PrefillOption:
+    """A plan with one helper and this price."""
+    return replace(MADE, helpers=(name,), names=(name,), predicted_s=seconds, steps=(), **fields)
+
+
+# Reading it here takes 10 s, and a plan has to take a tenth less.
+@pytest.mark.parametrize(
+    ("option", "kept", "taken"),
+    [
+        (made(8.9), False, True),
+        (made(9.1), False, False),
+        # By published figures it is taken to be half as long again, and by doubtful ones a fifth.
+        (made(5.9, modelled=True), False, True),
+        (made(6.1, modelled=True), False, False),
+        (made(7.4, doubtful=True), False, True),
+        (made(7.6, doubtful=True), False, False),
+        # It was the plan of the prompt before.
+        (made(9.9), True, True),
+        (made(10.1), True, False),
+        # It cannot be taken, whatever it takes.
+        (made(1.0, code="cold"), False, False),
+        (PrefillOption("any", helpers=("a",)), False, False),
+        # To round has to be worth something, too.
+        (made(8.9, wire_bits=8), False, True),
+        (made(9.1, wire_bits=8), False, False),
+    ],
+)
+def test_what_is_clearly_sooner_than_this_machine_alone(
+    option: PrefillOption, kept: bool, taken: bool
+) -> None:
+    found = choose([LOCAL, option], option if kept else None)
+    assert found.best == (option if taken else LOCAL)
+    # That this machine's own speed is a guess makes no other one faster.
+    guessed = replace(LOCAL, modelled=True)
+    assert choose([guessed, option], option if kept else None).best == (option if taken else guessed)
+
+
+@pytest.mark.parametrize(
+    ("whole", "rounded", "taken"),
+    [
+        (made(8.0), made(7.1, "b", wire_bits=8), True),
+        (made(8.0), made(7.3, "b", wire_bits=8), False),
+        # By figures that can be believed it is sooner than 7.5 s, but not than the 5 s that are told.
+        (made(5.0, modelled=True), made(6.0, "b", wire_bits=8), False),
+        (made(5.0, modelled=True), made(4.9, "b", wire_bits=8), True),
+    ],
+)
+def test_rows_are_rounded_only_if_that_is_clearly_sooner_than_not_to(
+    whole: PrefillOption, rounded: PrefillOption, taken: bool
+) -> None:
+    assert choose([LOCAL, whole, rounded]).best == (rounded if taken else whole)
+
+
+def test_what_was_not_chosen_comes_by_its_price_and_what_has_none_at_the_end() -> None:
+    none = PrefillOption("any", helpers=("z",), code="short", reason="It is short.")
+    found = choose([LOCAL, none, made(12.0, "b"), made(5.0), made(7.0, "c")])
+    assert [option.helpers for option in found.rejected] == [("c",), (), ("b",), ("z",)]
 
 
 # ---- Which one -------------------------------------------------------------------------------------------

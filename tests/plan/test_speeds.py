@@ -249,3 +249,33 @@ def test_a_figure_in_doubt_of_what_is_unknown_is_taken() -> None:
     book = ModelSpeeds()
     book.seed("m", MeasuredSpeed(0.0, 2.0, doubt="busy"), now_s=0.0)
     assert book.of("m") == MeasuredSpeed(0.0, 2.0, doubt="busy")
+
+
+def test_a_prefill_moves_the_context_s_share_and_the_rest_by_their_parts_of_the_time() -> None:
+    """A chunk of 256 takes 2.56 s, of which attention is 0.328: a token takes 8.72 ms besides.
+
+    1000 tokens behind 1000 others are expected to take 8.72 and 15 s, and took half of that.
+    """
+    seed = MeasuredSpeed(prefill_tok_s=100.0, prefill_context_s=1e-5)
+    run = {"prompt_tokens": 2000, "cached_tokens": 1000, "prefill_s": 23.72 / 2}
+    found, share = after(run, seed=seed), 15 / 23.72
+    assert found.prefill_tok_s == pytest.approx(100 * (1 + 0.2 * (1 - share)))
+    assert found.prefill_context_s == pytest.approx(1e-5 / (1 + 0.2 * share))
+    # One that took twice as long is believed to a twentieth: it may have shared the engine.
+    found = after({**run, "prefill_s": 2 * 23.72}, seed=seed)
+    assert found.prefill_tok_s == pytest.approx(100 * (1 - 0.05 * 0.5 * (1 - share)))
+    assert found.prefill_context_s == pytest.approx(1e-5 / (1 - 0.05 * 0.5 * share))
+
+
+@pytest.mark.parametrize(
+    ("took_s", "tok_s"), [(1.0, 120.0), (2.0, 100.0), (2.1, 100.0), (0.0, 100.0), (-1.0, 100.0)]
+)
+def test_a_part_that_was_computed_sooner_than_expected_makes_the_machine_faster(
+    took_s: float, tok_s: float
+) -> None:
+    book = ModelSpeeds()
+    book.part_ran("m", expected_s=2.0, took_s=1.0, now_s=0.0)
+    assert book.of("m") == MeasuredSpeed()
+    book.seed("m", MeasuredSpeed(prefill_tok_s=100.0), now_s=0.0)
+    book.part_ran("m", expected_s=2.0, took_s=took_s, now_s=0.0)
+    assert book.of("m").prefill_tok_s == pytest.approx(tok_s)

@@ -12,6 +12,7 @@ from nested_fields import changed
 
 from fleetd.control.model_facts import MeasuredSpeed, ModelShape, StateSizes
 from fleetd.limits import GIB
+from fleetd.plan import what_if
 from fleetd.plan.beginnings import Beginning
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill import step_names
@@ -35,8 +36,8 @@ SHAPE = ModelShape(
 )
 
 
-def helper(node_id: str, faster: float = 1.0) -> HelperSpec:
-    return HelperSpec(node_id, node_id or "this", PrefillSpeed.measured(TOK_S * faster), LAN)
+def helper(node_id: str, faster: float = 1.0, **fields: Any) -> HelperSpec:
+    return HelperSpec(node_id, node_id or "this", PrefillSpeed.measured(TOK_S * faster), LAN, **fields)
 
 
 def home(node_id: str, *helpers: HelperSpec, faster: float = 1.0, cached: int = 0, **fields: Any) -> Home:
@@ -234,6 +235,131 @@ def test_reading_from_here_fetching_routing_there_and_computing_are_one_comparis
     assert chosen(peer(7900, 0.5), disk(7900, 0.2)).begun == disk(7900, 0.2)
 
 
+def way_here(*beginnings: Beginning, helpers: tuple[HelperSpec, ...] = (), **fields: Any) -> Way:
+    found = plan(ASK, [replace(home("", *helpers, **fields), beginnings=beginnings)]).chosen
+    assert found is not None
+    return found
+
+
+def test_of_several_beginnings_the_one_is_brought_after_which_the_prompt_is_read_first() -> None:
+    """A token takes 2.5 ms: 1 + 10 s, 5 + 5 s and 9 + 2.5 s."""
+    few, some, many = disk(4000, 1.0), disk(6000, 5.0), disk(7000, 9.0)
+    for beginnings in ((few, some, many), (many, some, few)):
+        assert way_here(*beginnings).begun == some
+    # What is brought is not computed: 2000 of 8000 tokens are, and the first one of the answer.
+    found = way_here(some)
+    assert found.cached_tokens == 6000
+    assert found.prefill is not None
+    assert found.prefill.predicted_s == pytest.approx(2000 / TOK_S + 1 / 40)
+    # More than the prompt is as good as all of it.
+    more = way_here(disk(9000, 1.0)).prefill
+    assert more is not None
+    assert more.predicted_s == pytest.approx(1 / 40)
+
+
+def test_what_another_request_still_reads_is_brought_if_that_is_sooner() -> None:
+    """To wait for 2000 tokens takes as long as to read them: 5 s."""
+    awaited = {"cached": 4000, "awaited_tokens": 2000}
+    assert way_here(disk(4000, 4.9), **awaited).begun == disk(4000, 4.9)
+    assert way_here(disk(4000, 5.1), **awaited).begun is None
+    assert way_here(disk(4000, 0.1), cached=4000).begun is None
+
+
+def test_a_beginning_that_comes_sooner_than_helpers_compute_it_is_brought_beside_them() -> None:
+    found = way_here(peer(7900, 0.5), helpers=(helper("a", 8.0),))
+    assert (found.begun, found.declined) == (peer(7900, 0.5), False)
+
+
+def test_the_time_alone_is_that_of_this_machine_without_helpers() -> None:
+    ways = plan(ASK, [home("", helper("a", 8.0)), home("b")])
+    assert ways.chosen is not None
+    assert not ways.chosen.alone
+    assert ways.alone_s == pytest.approx(8000 / TOK_S + 1 / 40)
+    assert plan(ASK, [home("a"), home("b")]).alone_s is None
+    assert plan(ASK, [home("")]).alone_s == ways.alone_s
+
+
+def test_what_a_warm_fleet_would_take_is_said_without_its_loads() -> None:
+    """Before people buy a machine: all loads are done, nobody waits, and the best of all ways counts."""
+    cold = helper("a", 8.0, loaded=False, load_s=1.5)
+    ways = plan(ASK, [home("", cold), home("b", faster=0.1, rtt_s=0.5), absent("c")])
+    every = what_if.all_ways(ways)
+    assert {way.node_id for way in every} == {"", "b"}
+    best, alone = what_if.soonest(every), what_if.alone(ways)
+    assert best is not None
+    assert alone is not None
+    assert (best.node_id, best.prefill.kind != "local") == ("", True)  # type: ignore[union-attr]
+    assert what_if.warm_s(best) == pytest.approx(best.prefill.predicted_s - 1.5)  # type: ignore[union-attr]
+    assert what_if.warm_s(alone) == pytest.approx(8000 / TOK_S + 1 / 40)
+    assert what_if.warm_s(of(ways, "b")) == pytest.approx(80_000 / TOK_S + 1 / 40 + 0.5)
+    assert what_if.soonest([]) is None
+    assert what_if.alone(plan(ASK, [home("b")])) is None
+    assert what_if.all_ways(plan(ASK, [])) == []
+    assert what_if.lengths(4096) == [1024, 2048]
+
+
+def test_a_machine_that_is_not_priced_with_its_helpers_reads_alone() -> None:
+    fleet = [home(""), *(home(str(n), helper("z", 8.0), faster=1 + n / 10) for n in range(HELPED + 1))]
+    # The slowest of them alone; its answer takes 2.5 s.
+    last = of(plan(ASK, fleet), "0")
+    assert last.prefill is not None
+    assert (last.prefill.kind, last.prefill.predicted_s) == ("local", pytest.approx(8001 / TOK_S))
+    assert last.steps[-1] == (step_names.COMPUTED, last.prefill.predicted_s)
+    assert last.price.total_s == pytest.approx(8001 / TOK_S + 2.5)
+
+
+def test_an_answer_s_first_token_is_decoded_once() -> None:
+    """It is a part of the time to the first token, and of the answer's; the whole takes it once."""
+    chosen = plan(ASK, [home("", helper("a", 8.0))]).chosen
+    assert chosen is not None
+    assert chosen.prefill is not None
+    assert chosen.price.prefill_s == pytest.approx(chosen.prefill.predicted_s - 1 / 40)
+    assert chosen.price.total_s == pytest.approx(chosen.price.prefill_s + 2.5)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "node_id", "code", "reason"),
+    [
+        # 22.5 s here, of which the answer takes 2.5; 12.5 s on a machine that reads twice as fast.
+        ([home(""), home("a", faster=2.0)], "", "slower", "The answer would take 80 % longer than on a."),
+        # 21.5 s: a gain of 4.4 %.
+        (
+            [home(""), home("a", faster=20 / 19)],
+            "a",
+            "margin",
+            "The answer would take 4 % less, too little to ask another machine: 10 % would do.",
+        ),
+        (
+            [home(""), home("a", faster=19 / 20, session=True)],
+            "",
+            "margin",
+            "The answer would take 4 % less, too little to leave a, which has the session: 10 % would do.",
+        ),
+        (
+            [home("", session=True), home("a", faster=20 / 19)],
+            "a",
+            "margin",
+            "The answer would take 4 % less, too little to leave this machine, which has the session: "
+            "10 % would do.",
+        ),
+    ],
+)
+def test_a_way_that_was_not_taken_says_by_how_much(
+    fleet: list[Home], node_id: str, code: str, reason: str
+) -> None:
+    passed = of(plan(ASK, fleet), node_id)
+    assert (passed.code, passed.reason) == (code, reason)
+
+
+def test_the_ways_that_were_not_taken_come_in_the_order_of_their_prices() -> None:
+    fleet = [home("", helper("z", room_bytes=1)), *(home(n, faster=f) for n, f in (("a", 0.4), ("b", 0.8)))]
+    assert [(way.node_id, way.first_token_s is None) for way in plan(ASK, fleet).others] == [
+        ("b", False),
+        ("a", False),
+        ("", True),
+    ]
+
+
 def test_what_costs_more_than_computing_is_not_brought() -> None:
     tokens_s = 800 / TOK_S
     assert plan(ASK, [replace(home(""), beginnings=(disk(800, tokens_s + 0.1),))]).chosen.begun is None  # type: ignore[union-attr]
@@ -263,6 +389,16 @@ def test_people_are_told_which_machine_a_prompt_is_fetched_from() -> None:
     )
     gone = plan(ASK, [home(""), there])
     assert gone.kept_where == "a has read about 7900 tokens of the prompt before."
+    assert plan(ASK, [home(""), home("a")]).kept_where == ""
+    assert plan(ASK, []).kept_where == ""
+    here = plan(ASK, [home("", cached=4000), home("a", cached=2000)])
+    assert here.kept_where == "This machine has read about 4000 tokens of the prompt before."
+    # It has read more than any other machine, and does not get the request.
+    slow = plan(ASK, [home("", cached=1000), home("a", faster=0.1, cached=4000)])
+    assert slow.kept_where == f"a has read about 4000 tokens of the prompt before. {of(slow, 'a').reason}"
+    assert of(slow, "a").code == "slower"
+    off = plan(ASK, [home(""), home("a", cached=4000, refusal=Refusal("draining", "a is stopping."))])
+    assert off.kept_where == "a has read about 4000 tokens of the prompt before. a is stopping."
 
 
 @given(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from fleetd.requests.groups.client import FleetGroup, _AskedMember
 from fleetd.requests.groups.known_hops import KnownHops
 from fleetd.requests.groups.messages import LinkQuestion, StageQuestion, StageTold
 from fleetd.requests.groups.server import StageServer, _HeldStage
-from fleetd.requests.promised_memory import PromisedMemory
+from fleetd.requests.promised_memory import OwnPromise, PromisedMemory
 from fleetd.requests.remote.bulk_dialer import BulkDialer
 from fleetd.requests.remote.peer_stream import next_message
 
@@ -380,7 +381,24 @@ def test_what_a_worker_holds_by_now_is_not_counted_twice() -> None:
         # Of 150 bytes, 100 are held by now.
         with promised.promise("those", 50, 50):
             assert promised.outstanding_bytes == 50
+            # One that holds more than it was promised takes nothing of what others were.
+            held[0] = 130
+            assert promised.outstanding_bytes == 50
     assert promised.outstanding_bytes == 0
+
+
+def test_this_machine_promises_its_own_part_once_and_only_when_its_turn_has_come() -> None:
+    promised = PromisedMemory()
+    own = OwnPromise(partial(promised.promise, "ours", 100, 150))
+    assert promised.outstanding_bytes == 0
+    for _ in range(2):
+        own.make(lambda: 30)
+        assert promised.outstanding_bytes == 70
+    for _ in range(2):
+        own.close()
+        assert promised.outstanding_bytes == 0
+    with pytest.raises(OutOfMemory):
+        OwnPromise(partial(promised.promise, "ours", 151, 150)).make(lambda: 0)
 
 
 def test_of_layers_that_are_copied_first_the_bytes_that_came_are_said() -> None:

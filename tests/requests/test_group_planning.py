@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from files_off_the_loop import files_off_the_loop
 from member_cards import FACTS, OWN, machine
 from member_cards import MODEL as CARD
 from msgspec.structs import replace
+from nested_fields import changed
 
 from fleetctl.render.group_table import group_lines
 from fleetd import limits
@@ -20,11 +22,11 @@ from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.daemon_side.group_front import NewCut
 from fleetd.engine.protocol import Generate, TextPrompt
-from fleetd.errors import FleetError, InvalidValue, NoMachine, OutOfMemory
+from fleetd.errors import FleetError, InvalidValue, NoMachine, OutOfMemory, PeerLost
 from fleetd.limits import GIB
 from fleetd.models import model_sizes
 from fleetd.models.folder import ModelFolder, read_folder
-from fleetd.models.memory_need import WORKING_BYTES, WeightRules
+from fleetd.models.memory_need import WORKING_BYTES, LayerBytes, WeightNeed, WeightRules
 from fleetd.models.model_sizes import ModelSizes
 from fleetd.p2p.membership.cards import Card, MachineFacts
 from fleetd.plan import chip_speeds
@@ -36,6 +38,7 @@ from fleetd.requests.groups.planning import FleetGroups
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.members.members import Member, Members
 from fleetd.requests.placement.placement import Placer, WantedModel
+from fleetd.requests.promised_memory import PromisedMemory
 
 MODEL = CARD.name
 LAYERS = 4
@@ -93,15 +96,24 @@ async def test_machines_are_planned_without_a_look_at_files_on_the_loop(folder: 
     assert len(view.parts) == 2
 
 
-def test_a_load_of_a_part_is_expected_by_what_loads_took_there() -> None:
-    slow = other("studio", digest="d")
-    slow = replace(slow, card=replace(slow.card, models=[replace(slow.card.models[0], load_s=4000.0)]))
-    made = groups(slow)
-    weights = slow.card.models[0].shape.weights_bytes
-    half = GroupPart(GroupMachine(slow.node_id, "studio", 8 * GIB, 1e9, weights // 4), 2, 4)
-    assert made._load_s("d", half) == pytest.approx(2000.0)
-    # Of other files nothing was measured.
-    assert made._load_s("e", half) == chip_speeds.load_s(weights // 2)
+def test_a_load_of_a_part_is_expected_by_what_loads_took_there(folder: ModelFolder) -> None:
+    studio = other("studio", digest="d", load_s=4000.0)
+    made = groups(studio)
+    group = made(folder, sizes(folder))
+    assert group is not None
+    weights = studio.card.models[0].shape.weights_bytes
+
+    def part(layers: int) -> GroupPart:
+        return GroupPart(GroupMachine("studio", "studio", 8 * GIB, 1e9, weights // 4), 0, layers)
+
+    assert group._load_s(part(2)) == pytest.approx(2000.0)
+    # On a CPU weights may take more memory than the files are long: all of them are read once.
+    assert group._load_s(part(8)) == pytest.approx(4000.0)
+    # Of other files, or of this machine, nothing was measured; and a disk is no faster than disks are.
+    usual_s = chip_speeds.load_s(weights // 2)
+    assert made._load_s("e", part(2)) == usual_s
+    assert groups(other("studio", load_s=0.001))._load_s("d", part(2)) == usual_s
+    assert groups(other("studio", load_s=4000.0, weights_bytes=0))._load_s("d", part(2)) == usual_s
 
 
 # ---- named by a request ----------------------------------------------------------------------------------
@@ -185,6 +197,10 @@ def test_the_view_says_what_each_part_takes_and_how_fast_it_is(folder: ModelFold
     # Half a hidden state of 16-bit numbers each way, and the round trip.
     assert there.hop_s == pytest.approx(0.004 + 2 * 2 * 256 / 1e6)
     assert 1 / view.tok_s == pytest.approx(here.step_s + there.step_s + there.hop_s)
+    # Once the model was loaded it is known how wide they are.
+    loaded = replace(own(), models=[changed(own().models[0], hidden_bytes=800)])
+    known = view_of(groups(replace(other("studio"), bytes_per_s=1e6, rtt_s=0.004), card=loaded), folder)
+    assert known.parts[1].hop_s == pytest.approx(0.004 + 2 * 800 / 1e6)
     assert view.why == (
         "No machine has room for all of it; 2 are the fewest that hold it together. "
         "Each has about the same number of layers."
@@ -205,13 +221,121 @@ def test_a_faster_machine_has_more_layers_and_the_view_says_why(folder: ModelFol
 
 
 def test_what_is_missing_is_said(folder: ModelFolder) -> None:
-    view = view_of(groups(other("studio", room=1000), budget=1000), folder)
+    made = groups(other("studio", room=1000), budget=1000)
+    with pytest.raises(
+        OutOfMemory, match=r"does not fit this machine, and with the others .* GB are missing"
+    ):
+        made(folder, sizes(folder))
+    view = view_of(made, folder)
     assert view.parts == []
     assert "are missing on the machines that could hold it together" in view.why
 
 
 def test_without_others_to_ask_there_is_no_group(folder: ModelFolder) -> None:
     assert groups().planned(folder, sizes(folder)) is None
+    assert groups()(folder, sizes(folder)) is None
+
+
+# Layers of 1000 bytes on a GPU, 16 of a token in each, and 600 bytes outside of them.
+COUNTED = ModelSizes(WeightNeed("", 4600), {"": LayerBytes((1000,) * LAYERS, 600, 16)})
+METAL = replace(FACTS, accelerator="metal")
+# What two layers and 2048 tokens take, the least of a context of 4096.
+LEAST = 2 * (1000 + 2048 * 16)
+
+
+@pytest.mark.parametrize(
+    ("context", "here", "there", "tokens"),
+    [
+        # Three fourths of 128000 bytes are for tokens, of 32 bytes each.
+        (4096, 600 + 2000 + 128000, GIB, 3000),
+        (4096, GIB, 2000 + 128000, 3000),
+        # Two contexts, and no less than half of one.
+        (4096, GIB, GIB, 8192),
+        (4096, 600 + LEAST, LEAST, 2048),
+        (4096, 600 + LEAST - 1, LEAST, None),
+        (4096, 600 + LEAST, LEAST - 1, None),
+        # A short one as a whole.
+        (96, 600 + 2 * (1000 + 96 * 16), GIB, 96),
+        (96, 600 + 2 * (1000 + 96 * 16) - 1, 2 * (1000 + 96 * 16), None),
+    ],
+)
+def test_a_part_is_promised_the_memory_that_its_layers_and_tokens_take(
+    folder: ModelFolder, context: int, here: int, there: int, tokens: int | None
+) -> None:
+    folder = replace(folder, config={**folder.config, "max_position_embeddings": context})
+    promised = PromisedMemory()
+    made = FleetGroups(
+        None,  # type: ignore[arg-type]  # nothing is sent
+        Members(lambda: [other("studio", room=there, facts=METAL)], lambda: replace(own(), machine=METAL)),
+        lambda: WeightRules("metal", budget_bytes=here),
+        promised=promised,
+    )
+    if tokens is None:
+        with pytest.raises(OutOfMemory, match="GB are missing"):
+            made(folder, COUNTED)
+        return
+    group = made(folder, COUNTED)
+    assert group is not None
+    assert (group.tokens, group.members[0].first) == (tokens, 2)
+    group._own_promise.make(lambda: 0)
+    assert promised.outstanding_bytes == 600 + 2 * (1000 + 16 * tokens) <= here
+    group._own_promise.close()
+
+
+def test_a_machine_that_failed_is_asked_only_if_the_others_do_not_hold_the_model(folder: ModelFolder) -> None:
+    made = groups(other("kitchen"), other("studio"))
+    first = made(folder, sizes(folder))
+    assert first is not None
+    assert [member.name for member in first.members] == ["kitchen"]
+    first._failed("kitchen", OutOfMemory("No room."))
+    assert [part.machine for part in view_of(made, folder).parts] == ["this", "studio"]
+    # That concerns this work alone; a machine that was lost is asked for no other either.
+    first._failed("studio", PeerLost("It has left."))
+    left = {member.name: member.why_left_out("d") for member in made._members.others("score")}
+    assert {name: bool(why) for name, why in left.items()} == {"kitchen": False, "studio": True}
+    # If all have failed, they are asked all the same; so is one that is named.
+    assert [part.machine for part in view_of(made, folder).parts] == ["this", "kitchen"]
+    assert [part.machine for part in view_of(made, folder, "studio").parts] == ["this", "studio"]
+
+
+def test_machines_are_known_by_what_layers_take_there_and_how_long_loads_last(folder: ModelFolder) -> None:
+    bare = other("bare", digest="e", facts=METAL)
+    bare = replace(bare, card=replace(bare.card, part_bytes=3500), bytes_per_s=100.0)
+    unknown = replace(bare, name="unknown", card=replace(bare.card, node_id="unknown", name="unknown"))
+    made = groups(
+        other("studio", facts=METAL, load_s=400.0),
+        other("tower", room=5000),
+        bare,
+        replace(unknown, bytes_per_s=0.0),
+        budget=7000,
+        card=replace(own(), models=[replace(CARD, digest="d", load_s=40.0)]),
+    )
+    # The largest layer counts, and the ends belong to what a step reads.
+    found = ModelSizes(
+        WeightNeed("float32", 9200),
+        {
+            "": LayerBytes((1000, 1000, 1200, 800), 600, 16),
+            "float32": LayerBytes((2000, 2000, 2400, 1600), 1200, 16),
+        },
+    )
+    known = made._candidates(folder, found, (), even_left_out=False)
+    assert known is not None
+    # All have measured 10 tokens of a whole model per second, of 4600 bytes, or of 9200 on a CPU.
+    assert (known.here.room_bytes, known.here.bytes_per_s, known.here.layer_bytes) == (7000, 92000.0, 2400)
+    assert {each.name: (each.room_bytes, each.bytes_per_s, each.layer_bytes) for each in known.having} == {
+        "studio": (8 * GIB, 46000.0, 1200),
+        "tower": (5000, 92000.0, 2400),
+    }
+    # A disk with 3500 bytes has room for two layers, and nothing comes at no speed.
+    assert {each.name: each.can_fetch for each in known.fetchers} == {"bare": 2, "unknown": 2}
+    usual_s = chip_speeds.load_s(GIB) / LAYERS
+    assert known.load_s == {
+        THIS_NODE: 10.0,
+        "studio": 100.0,
+        "tower": usual_s,
+        "bare": 10.0 + 1200 / 100,
+        "unknown": math.inf,
+    }
 
 
 def test_the_terminal_shows_parts_speed_and_reason(folder: ModelFolder) -> None:
@@ -237,6 +361,10 @@ def test_the_plan_of_a_loaded_group_has_the_speeds_that_it_measured(folder: Mode
     made = groups(other("studio"))
     assert made(folder, model_sizes.read(folder, WeightRules("metal", budget_bytes=8 * GIB))) is not None
     assert made.loaded(folder) is None
+    made._loaded = lambda _: MeasuredSpeed()
+    view = made.loaded(folder)
+    assert view is not None
+    assert view.tok_s == pytest.approx(view_of(made, folder).tok_s)
     made._loaded = lambda _: MeasuredSpeed(prefill_tok_s=1234.4, decode_tok_s=17.25)
     view = made.loaded(folder)
     assert view is not None
@@ -306,6 +434,10 @@ def test_it_is_cut_anew_ever_more_rarely(folder: ModelFolder) -> None:
         slow = slow[1], slow[0]
         pauses.append(0.0)
     assert pauses[:3] == [limits.GROUP_RECUT_S, 2 * limits.GROUP_RECUT_S, 4 * limits.GROUP_RECUT_S]
+    # But once a day, if it is worth it.
+    made._anew_from[MODEL] = 0.0, limits.GROUP_RECUT_MOST_S
+    assert made.anew(MODEL, stages(view(), *slow)) is not None
+    assert made._anew_from[MODEL] == (clock.now_s + limits.GROUP_RECUT_MOST_S, limits.GROUP_RECUT_MOST_S)
 
 
 def test_what_was_measured_decides_the_next_load_until_a_member_refuses_it(folder: ModelFolder) -> None:
@@ -318,6 +450,11 @@ def test_what_was_measured_decides_the_next_load_until_a_member_refuses_it(folde
     # That cut cannot be held after all, and the first one could.
     again._failed("studio", OutOfMemory("No room."))
     assert [(part.first, part.last) for part in view_of(made, folder).parts] == [(0, 2), (2, 4)]
+    (studio,) = made._members.others("prefill")
+    assert not studio.why_left_out("d")
+    again._failed("studio", PeerLost("It has left."))
+    (studio,) = made._members.others("prefill")
+    assert studio.why_left_out("d")
 
 
 def test_what_was_measured_is_forgotten_after_a_day() -> None:
@@ -360,8 +497,10 @@ def slow(made: FleetGroups, folder: ModelFolder, *layer_ms: float, tokens: int =
 
 def test_an_idle_machine_takes_the_place_of_a_slow_one_and_the_reason_is_said(folder: ModelFolder) -> None:
     made, _ = trio(folder, other("kitchen"))
+    before = made._formed[MODEL].id
     found = slow(made, folder, 5, 40)
     assert found is not None
+    assert (found.group._after, found.group._new) == (before, {"kitchen"})
     assert [(member.name, member.first, member.last) for member in found.group.members] == [("kitchen", 2, 4)]
     assert found.why == (
         "Cut anew with kitchen in the place of studio, as a layer was measured to take 8.0 times as long on "
@@ -377,6 +516,52 @@ def test_an_idle_machine_takes_the_place_of_a_slow_one_and_the_reason_is_said(fo
     assert view is not None
     assert [part.machine for part in view.parts] == ["this", "kitchen"]
     assert view.why.endswith(found.why)
+
+
+def test_a_machine_from_outside_is_reckoned_to_be_as_much_slower_than_believed_as_this_one(
+    folder: ModelFolder,
+) -> None:
+    made, _ = trio(folder, replace(other("kitchen", faster=2.0), rtt_s=0.006))
+    found = slow(made, folder, 5, 40)
+    assert found is not None
+    # Kitchen is believed to be twice as fast as this: 2.5 ms.
+    assert "16.0 times as long on studio as is reckoned for kitchen" in found.why
+    found.group.on_form()
+    view = made.loaded(folder)
+    assert view is not None
+    assert view.parts[1].hop_s >= 0.006
+
+
+def test_no_machine_takes_a_place_beside_its_own(folder: ModelFolder) -> None:
+    """Three hold the model, of which one is slow: a fast one does not get its place as well."""
+    machines = [other(name, room=LEAST, facts=METAL) for name in ("attic", "barn")]
+    made = FleetGroups(
+        None,  # type: ignore[arg-type]  # nothing is sent
+        Members(lambda: machines, lambda: replace(own(), machine=METAL)),
+        lambda: WeightRules("metal", budget_bytes=600 + LEAST // 2),
+    )
+    assert made(folder, COUNTED, ["attic", "barn"]) is not None
+    # Nobody has named them.
+    made._formed[MODEL] = replace(made._formed[MODEL], plan=replace(made._formed[MODEL].plan, named=False))
+    made._loaded = lambda _: MeasuredSpeed()
+    machines.append(other("cellar", room=LEAST, facts=METAL))
+    found = slow(made, folder, 5, 5, 80)
+    assert found is not None
+    assert sorted(member.name for member in found.group.members) == ["attic", "cellar"]
+
+
+def test_a_group_whose_files_have_changed_keeps_its_machines(folder: ModelFolder) -> None:
+    made, machines = trio(folder, other("kitchen", digest="e"))
+    made._members._own_card = lambda: own("e")
+    found = slow(made, folder, 5, 40)
+    assert found is not None
+    assert [member.name for member in found.group.members] == ["studio"]
+    # So does one whose other machines cannot be asked any more.
+    made, machines = trio(folder)
+    machines.clear()
+    found = slow(made, folder, 5, 40)
+    assert found is not None
+    assert [member.name for member in found.group.members] == ["studio"]
 
 
 @pytest.mark.parametrize(
@@ -403,6 +588,14 @@ def test_a_machine_that_may_not_hold_layers_takes_no_place(folder: ModelFolder, 
     made, _ = trio(folder, other("kitchen", **fields))
     found = slow(made, folder, 5, 40)
     assert found is None or found.group.members[0].name == "studio"
+
+
+def test_a_machine_that_failed_a_short_while_ago_takes_no_place(folder: ModelFolder) -> None:
+    made, _ = trio(folder, other("kitchen"))
+    made._members.failed("kitchen", "prefill", PeerLost("It has left."))
+    found = slow(made, folder, 5, 40)
+    assert found is not None
+    assert found.group.members[0].name == "studio"
 
 
 def test_machines_that_a_person_has_named_stay(folder: ModelFolder) -> None:
@@ -433,13 +626,23 @@ def test_a_machine_that_would_have_to_fetch_for_long_waits_until_that_pays(folde
 
 
 def test_the_next_load_takes_the_machine_that_was_measured_to_be_faster(folder: ModelFolder) -> None:
-    made, machines = trio(folder, other("kitchen"))
+    # Of two that are believed to be as fast, the one is asked whose id comes first: that is studio.
+    made, machines = trio(folder, other("workshop"))
     assert slow(made, folder, 5, 40) is not None
     again = made(folder, sizes(folder))
     assert again is not None
-    assert [member.name for member in again.members] == ["kitchen"]
+    assert [member.name for member in again.members] == ["workshop"]
     # It cannot be asked any more: then the slow one is.
-    machines[1] = other("kitchen", reach="It is off.")
+    machines[1] = other("workshop", reach="It is off.")
+    again = made(folder, sizes(folder))
+    assert again is not None
+    assert [member.name for member in again.members] == ["studio"]
+
+
+def test_if_all_are_slower_than_believed_the_next_load_takes_the_same_ones(folder: ModelFolder) -> None:
+    """Workshop is believed to be much faster than what was measured, but not than what this machine was."""
+    made, _ = trio(folder, other("workshop"))
+    assert slow(made, folder, 5000, 4000, tokens=0) is None
     again = made(folder, sizes(folder))
     assert again is not None
     assert [member.name for member in again.members] == ["studio"]

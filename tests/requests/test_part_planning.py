@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.control.model_facts import MeasuredSpeed, ModelShape
-from fleetd.errors import DownloadFailed, NoMachine, ProtocolError
+from fleetd.errors import DownloadFailed, NoMachine, PeerLost, ProtocolError
 from fleetd.limits import GIB
 from fleetd.models import hub_parts, model_sizes
 from fleetd.models.folder import ModelFolder, read_folder
@@ -22,6 +22,7 @@ from fleetd.models.safetensors_write import PlannedTensor, write_safetensors
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan.group_cut import GroupCut, Shortage
 from fleetd.requests.groups import messages
+from fleetd.requests.groups.client import FleetGroup
 from fleetd.requests.groups.machine_speeds import decode_tok_s
 from fleetd.requests.groups.messages import StageQuestion
 from fleetd.requests.groups.planning import FleetGroups, GroupPlan
@@ -169,8 +170,38 @@ def test_a_named_machine_that_failed_lately_is_asked_again(in_part: ModelFolder)
     partners: Any = None
     rules = WeightRules("metal", budget_bytes=8 << 20)
     groups = FleetGroups(partners, members, lambda: rules)
-    members.failed("bare", "prefill", DownloadFailed("The hub could not be reached."), digest)
+    members.failed("bare", "prefill", PeerLost("It has left."), digest)
+    (bare,) = members.others("prefill")
+    assert bare.why_left_out(digest)
     assert parts(groups.plan(in_part, model_sizes.read(in_part, rules), ("bare",))) == {"this": 4, "bare": 4}
+
+
+def test_this_machine_brings_its_own_layers_from_the_same_commit(in_part: ModelFolder) -> None:
+    rules = WeightRules("metal", budget_bytes=8 << 20)
+    members = Members(
+        lambda: [machine("bare", part_bytes=GIB)], lambda: Card("here", 1, 1, machine=M4, part_bytes=GIB)
+    )
+    orders: list[hub_parts.HubPartOrder] = []
+
+    def group(**options: Any) -> FleetGroup:
+        unused: Any = None
+        found = FleetGroups(unused, members, lambda: rules, **options)(
+            in_part, model_sizes.read(in_part, rules)
+        )
+        assert found is not None
+        return found
+
+    found, listing = group(bring=orders.append), hub_parts.read(in_part.path).listing
+    assert found._hub == listing.at
+    assert found._bring is not None
+    found._bring(0, 4)
+    assert orders == [
+        hub_parts.HubPartOrder(listing.at.hub_id, listing.at.commit, listing.digest, 0, 4, own=True)
+    ]
+    bring = group()._bring
+    assert bring is not None
+    with pytest.raises(NoMachine, match="Nothing is fetched from the hub here"):
+        bring(0, 4)
 
 
 def test_attack_a_peer_names_something_else_as_a_repository() -> None:

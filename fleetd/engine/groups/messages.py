@@ -188,34 +188,32 @@ Change = Copy | Forget | MakeUp | Batched | GoingBack | LeaveOut | GoOn | Kept
 
 class RunStage(msgspec.Struct, frozen=True, array_like=True):
     """Make these changes, then run the layers on hidden states (``batch``, ``tokens``, D); on none, and with
-    no answer, if these are 0.
-
-    ``held``: what the layers keep of the sequences, which is new if the number is. ``start``: the position of
-    the first token of a sequence; in a batch each row has its own, which is kept with it. ``ids``: the tokens
-    themselves, row by row, if the layers take them; else none. ``wanted``: what comes out is sent back.
-    ``positions``: of the tokens of a prompt of which some are left out; else none.
-    ``room``: for so many tokens more there shall be room in what is kept, made at once.
-    ``taps``: layers, of the whole model's, whose hidden states are sent back, for what drafts from them.
-    ``tap_rows``: those of the last so many tokens; 0 for all.
-    ``hash_from``: a hash is sent back of what is kept of tokens from this one on, the block's included; none
-    if ALL.
-    ``from_before``: hidden states come from the member before this one. ``to_next``: what comes out goes to
-    the member behind it, and is not sent back.
-    """
+    no answer, if these are 0."""
 
     changes: Annotated[list[Change], Meta(max_length=limits.GROUP_CHANGES)]
+    # What the layers keep of the sequences, which is new if the number is.
     held: _Number = 0
     batch: Annotated[int, Meta(ge=0, le=limits.GROUP_STREAMS)] = 0
     tokens: Annotated[int, Meta(ge=0, le=limits.GROUP_TOKENS)] = 0
+    # What comes out is sent back.
     wanted: bool = False
+    # For so many tokens more there shall be room in what is kept, made at once.
     room: _Count = 0
+    # The position of the first token of a sequence; in a batch each row has its own, which is kept with it.
     start: _Count = 0
+    # The tokens themselves, row by row, if the layers take them; else none.
     ids: Annotated[list[_Number], Meta(max_length=limits.GROUP_TOKENS)] = []
+    # Of the tokens of a prompt of which some are left out; else none.
     positions: Annotated[list[_Count], Meta(max_length=limits.GROUP_TOKENS)] = []
+    # Layers, of the whole model's, whose hidden states are sent back, for what drafts from them.
     taps: Annotated[list[_Count], Meta(max_length=limits.GROUP_TAPS)] = []
+    # Those of the last so many tokens; 0 for all.
     tap_rows: Annotated[int, Meta(ge=0, le=limits.GROUP_TOKENS)] = 0
+    # Hidden states come from the member before this one.
     from_before: bool = False
+    # What comes out goes to the member behind it, and is not sent back.
     to_next: bool = False
+    # A hash is sent back of what is kept of tokens from this one on, the block's included; none if ALL.
     hash_from: _Count = ALL
 
     @property

@@ -101,9 +101,8 @@ class SourceStats:
 
     def judge(self, right: int, *, wrong: bool) -> None:
         """Count a draft whose first ``right`` tokens were accepted; ``wrong``: the next one was rejected."""
-        if right or wrong:
-            self._right = self._right * (1 - FADES) + right
-            self._judged = self._judged * (1 - FADES) + right + wrong
+        self._right = self._right * (1 - FADES) + right
+        self._judged = self._judged * (1 - FADES) + right + wrong
 
 
 class Draft(msgspec.Struct, frozen=True):
@@ -189,7 +188,7 @@ class Controller:
         self._slowest = slowest
         alone, alone_gain = self._best(proposals, room, 1)
         if machines == 1:
-            self._flight = self._flight if going else None
+            self._flight = None
             return alone
         found, gain = self._best(proposals, room, machines)
         if going:
@@ -199,7 +198,7 @@ class Controller:
         self._flight = None
         if self.always:
             return found
-        if len(found.tokens) < max(1, found.block) or gain <= alone_gain:
+        if gain <= alone_gain:
             return alone
         if self.ahead is None:
             return found
@@ -386,8 +385,7 @@ class Controller:
             wrong = right < min(len(rest), len(tokens))
             if wrong or seen + right == len(guess):
                 self._record(name).judge(seen + right, wrong=wrong)
-                if seen + right or wrong:
-                    self.history.source(name).judge(seen + right, wrong=wrong)
+                self.history.source(name).judge(seen + right, wrong=wrong)
                 del self._guesses[name]
             else:
                 self._guesses[name] = (guess, seen + right)
@@ -447,8 +445,7 @@ class Controller:
             late = self.ahead.own.late if self.ahead is not None else LATE
             drafting = self._steps(price, width - 1)
             at_worst = self._at_worst(width) + drafting
-            if blocks > 1:
-                at_worst += max(late * (blocks - 1), self._late(blocks) * self.costs.ratio(width))
+            at_worst += max(late * (blocks - 1), self._late(blocks) * self.costs.ratio(width))
             # More than one draft may not cost the answer all that it can bear: the next pass may be right.
             if at_worst + begin_s / self.costs.step_s > bearable / (2 if width > 2 else 1):
                 break
@@ -473,7 +470,7 @@ class Controller:
     def _late(self, blocks: int) -> float:
         """The part of its way by which a block is late behind ``blocks`` that were dropped: machines may be
         busy with them."""
-        return max(0.0, blocks * self._slowest - 1) if blocks > 1 else 0.0
+        return max(0.0, blocks * self._slowest - 1)
 
     def _ratio(self, drafts: int, all_right: float) -> float:
         """Plain steps that a pass over ``drafts`` drafts takes, and the next pass for what it computes again.

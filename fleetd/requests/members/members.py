@@ -62,27 +62,27 @@ class SentRequests(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One machine at one moment: a paired machine, or this one (``here``).
-
-    ``unusable``: why it cannot be reached, "" if it can. ``bytes_per_s``: what the path that a stream would
-    take carries at least. ``left_out``: why it is not asked for a while after a failure, "" if it may be.
-    ``models_left_out``: the same by digest, for work with that model only.
-    ``capped``: by model, the speeds that its own card claims and ``card`` does not have, as a clause.
-    ``wake_s``: what waking it probably takes; 0 for a machine that is awake or not to be woken. ``pairing``:
-    another number once it was unpaired and paired again.
-    """
+    """One machine at one moment: a paired machine, or this one (``here``)."""
 
     card: Card
     name: str
+    # Why it cannot be reached; "" if it can.
     unusable: str = ""
     sees_prompts: bool = True
+    # Seconds there and back.
     rtt_s: float = 0.0
+    # What the path that a stream would take carries at least.
     bytes_per_s: float = 0.0
     here: bool = False
+    # Why it is not asked for a while after a failure; "" if it may be.
     left_out: str = ""
+    # The same by digest, for work with that model only.
     models_left_out: Mapping[str, str] = msgspec.field(default_factory=dict)
+    # By model, the speeds that its own card claims and ``card`` does not have, as a clause.
     capped: Mapping[str, str] = msgspec.field(default_factory=dict)
+    # Seconds that waking it probably takes; 0 for a machine that is awake or not to be woken.
     wake_s: float = 0.0
+    # Another number once it was unpaired and paired again.
     pairing: int = 0
     # Its monotonic clock less this machine's, in seconds; None if not known.
     clock_offset_s: float | None = None

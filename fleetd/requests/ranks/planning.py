@@ -95,7 +95,7 @@ class RankPlanner:
         others = [self._able(name, own.digest, folder.name) for name in over]
         room = self._free_bytes()
         rooms = {"This machine": (room, here)} | {
-            other.name: (max(0, other.card.usable_bytes - WORKING_BYTES), other) for other in others
+            other.name: (other.card.usable_bytes - WORKING_BYTES, other) for other in others
         }
         tokens = min(
             _tokens(
@@ -125,7 +125,7 @@ def _tokens(folder: ModelFolder, found: LayerBytes, size: int, room_bytes: int, 
     OutOfMemory."""
     weights = rank_bytes(found, size, 0)
     each = max(1, len(found.layers) * found.row // size)
-    tokens = int(limits.RANK_ROWS_SHARE * max(0, room_bytes - weights)) // each
+    tokens = int(limits.RANK_ROWS_SHARE * (room_bytes - weights)) // each
     least = min(limits.GROUP_LEAST_TOKENS, folder.context_tokens)
     if tokens < least:
         raise OutOfMemory(
