@@ -92,7 +92,7 @@ def test_the_last_of_two_users_closes_it_also_if_it_fails() -> None:
 
 
 def test_a_mouth_that_is_closed_while_a_thread_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closed at once, one in twenty such threads waited for half an hour beside a busy processor."""
+    """Closed at once, some of such threads waited for half an hour beside a busy processor."""
     held = HeldCall(local_peers.accept)
     monkeypatch.setattr(local_peers, "accept", held)
     mouth, errors = Mouth(), list[OSError]()
