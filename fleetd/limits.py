@@ -328,6 +328,8 @@ JOB_LEAST_TOK_S = 10.0
 JOB_DECODE_TOK_S = 0.25
 # And so much for each image: the largest encoder's 6e12 operations take two slow cores a minute or two.
 JOB_IMAGE_S = 300.0
+# And so much before it accepts, for each image to be sent and decoded.
+JOB_IMAGE_BEGIN_S = 5.0
 # And not longer than this factor times the plan's own figure for the prefill, on top of a step's.
 JOB_LATE = 8.0
 # A request that its client cancelled counts against a machine that had sent nothing for so long, on top of

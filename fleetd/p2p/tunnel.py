@@ -140,15 +140,19 @@ class Tunnel:
             thread.join(within_s)
 
     def _run(self) -> None:
-        # Whoever has closed this before it began has closed the socket, too.
-        with contextlib.suppress(OSError), self._remote.used():
-            try:
-                self.both = self._exchanged()
-                self._said.set()
-                process = self._process = UsedSocket(self._local.open())
-            except (OSError, FleetError):
-                self.close()
-                return
+        try:
+            self._join_ends()
+        except (OSError, FleetError):
+            pass  # whoever waits for it is told by its end
+        finally:
+            self.close()
+
+    def _join_ends(self) -> None:
+        """Until one of them ends. Raises PeerLost, SealBroken, and OSError, as if this was closed before."""
+        with self._remote.used():
+            self.both = self._exchanged()
+            self._said.set()
+            process = self._process = UsedSocket(self._local.open())
             if self._closed.is_set():
                 process.end()
             with process.used() as sock:
@@ -171,9 +175,11 @@ class Tunnel:
         return self._offer & theirs[0]
 
     def _carry(self, way: Callable[[socket.socket], None], process: socket.socket) -> None:
-        with contextlib.suppress(OSError, FleetError):
-            way(process)
-        self.close()
+        try:
+            with contextlib.suppress(OSError, FleetError):
+                way(process)
+        finally:
+            self.close()
 
     def _go(self, process: socket.socket) -> None:
         buffer = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))

@@ -111,6 +111,8 @@ class AnsweringMachines(PipelineStep):
         if request.answering or request.placement.asleep:
             return
         allowed_s = limits.JOB_CANCELLED_S + limits.JOB_LATE * (remote_job.prefill_s or 0.0)
+        # The plan's figure has their tokens, not what an encoder takes.
+        allowed_s += request.job.images * limits.JOB_IMAGE_S
         if not remote_job.busy and self._monotonic() - request.attempt.began_s > allowed_s:
             self._members.late(request.placement.node_id, "answer")
 

@@ -94,9 +94,9 @@ def prompt_text(request: Generate) -> str:
 
 def _with_stand_ins(message: Message) -> Message:
     """A message with a text in the place of each image, as long as what a prompt has of one."""
-    if IMAGES not in message:
-        return message
     content, pieces, at = message.get("content") or "", [], 0
+    if IMAGES not in message or not isinstance(content, str):  # the worker refuses what is no text
+        return message
     for chars, file in _images(message):
         pieces += [content[at:chars], _stand_in(file)]
         at = chars

@@ -227,6 +227,7 @@ def test_a_message_waits_for_its_files_and_keeps_what_is_done_meanwhile(world: P
     assert page.eval_on_selector_all(".ask canvas", NAMES) == ["second.png"]
     give(page, "drop", "a.txt", b"abc")
     page.wait_for_function("() => Boolean(window.letGo)")
+    page.wait_for_selector("button:disabled:text-is('Reading …')")
     page.fill("#prompt", "One and two")
     page.evaluate("letGo()")
     page.wait_for_selector("button:text-is('Send')")

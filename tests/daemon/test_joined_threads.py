@@ -138,6 +138,7 @@ async def test_a_socket_that_is_handed_to_a_copying_process_stays_open_until_the
             await client._tell(near, b"key", given)
 
     with far, kept:
+        far.settimeout(WITHIN_S)
         telling = asyncio.create_task(tell())
         await asyncio.to_thread(held.begun.wait, WITHIN_S)
         for _ in range(2):

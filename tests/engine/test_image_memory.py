@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -46,14 +46,21 @@ def seen(prepared: PreparedPrompt) -> PromptImages:
 
 def arrays(images: PromptImages) -> list[str]:
     """What images hold."""
-    each = [(image.file, image.patches, image.rows) for image in images.images]
-    names = ("file", "pixels", "rows")
-    return [name for held in each for name, one in zip(names, held, strict=True) if one]
+    found: list[str] = []
+    for image in images.images:
+        found += ["file"] * bool(image.file)
+        found += ["pixels"] * (image.patches is not None)
+        found += ["rows"] * (image.rows is not None)
+    return found
 
 
-def until(run: TurnedScheduler, name: str, kind: type[Any]) -> None:
-    while not run.of(name, kind):
+def until(run: TurnedScheduler, reached: Callable[[], Any]) -> None:
+    """Turn until it is so, which is soon."""
+    for _ in range(1000):
+        if reached():
+            return
         run.turn()
+    pytest.fail(f"never: {run.events}")
 
 
 # ---- one prompt ------------------------------------------------------------------------------------------
@@ -100,7 +107,7 @@ def test_images_that_are_in_the_prefix_cache_are_let_go_at_once(seer: Seer) -> N
     run.finish()
     again = seer.prepared("two", asked(seeing_model.picture(1)), max_tokens=64, ignore_eos=True)
     run.scheduler.tell(again)
-    until(run, "two", Delta)
+    until(run, lambda: run.of("two", Delta))
     assert len(run.scheduler.decoding) == 1
     assert arrays(seen(again)) == []
     assert seen(again).held_bytes == 0
@@ -110,8 +117,7 @@ def test_what_is_cancelled_while_an_image_is_read_gives_all_back(seer: Seer) -> 
     run, prepared = seer.scheduler(), seer.prepared("a", asked(seeing_model.picture(1)))
     images = seen(prepared)
     run.scheduler.tell(prepared)
-    while images._reading is None:
-        run.turn()
+    until(run, lambda: images._reading)
     run.scheduler.tell(Cancel("a"))
     run.turn()
     [ended] = run.of("a", Finished)
@@ -127,8 +133,7 @@ def test_each_step_of_reading_an_image_is_progress(seer: Seer) -> None:
     """A worker that has work and takes no step is ended."""
     run, prepared = seer.scheduler(), seer.prepared("a", asked(seeing_model.picture(1)))
     run.scheduler.tell(prepared)
-    while seen(prepared)._reading is None:
-        run.turn()
+    until(run, lambda: seen(prepared)._reading)
     turns = 0
     while seen(prepared)._reading is not None:
         before = run.scheduler._figures().steps
@@ -180,7 +185,7 @@ def test_a_prompt_that_waits_for_memory_has_files_only_and_the_same_answer(seer:
     run.scheduler.tell(one)
     run.turn()
     run.scheduler.tell(two)
-    until(run, "two", Accepted)
+    until(run, lambda: run.of("two", Accepted))
     run.turn()
     assert len(run.scheduler._waiting) == 1
     assert arrays(seen(two)) == ["file"]

@@ -13,6 +13,9 @@ import pytest
 import structlog
 import uvloop
 
+# Of machines that are over; they may be what a failed test has left of them.
+_ENDED_S = 120.0
+
 
 @dataclass
 class KeptMachines:
@@ -58,7 +61,8 @@ def kept_machines(
 
         async def end(keeper: asyncio.Task[None]) -> None:
             over.set()
-            await keeper
+            async with asyncio.timeout(_ENDED_S):
+                await keeper
 
         keeper = runner.run(begin())
         found, expected = made.result()

@@ -124,6 +124,13 @@ def test_a_machine_with_a_queue_has_longer_to_begin() -> None:
     assert AnswerDeadline(1.0, busy=True).due_s == 1.0 + limits.JOB_QUEUE_S
 
 
+def test_images_are_sent_and_decoded_before_a_prompt_is_accepted() -> None:
+    begin_s = limits.JOB_BEGIN_S + 3 * limits.JOB_IMAGE_BEGIN_S
+    assert AnswerDeadline(1.0, busy=False, images=3).due_s == 1.0 + begin_s
+    assert AnswerDeadline(1.0, busy=True, images=3).due_s == 1.0 + limits.JOB_QUEUE_S
+    assert AnswerDeadline(1.0, busy=False, images=64).due_s == 1.0 + limits.JOB_QUEUE_S
+
+
 def over(deadline: AnswerDeadline, events: Iterable[Any], every_s: float) -> float:
     """When a machine is given up that sends one of these in so many seconds."""
     now_s = 0.0
@@ -141,6 +148,16 @@ def test_attack_a_prefill_that_crawls_is_over_by_the_plans_figures(planned_s: fl
     crawls = [Accepted("r", 4000), *(Prefill("r", done, 4000) for done in range(4000))]
     whole_s = 4000 / TOK_S if planned_s is None else limits.JOB_LATE * planned_s
     assert over(deadline, crawls, STALL_S - 1) == limits.JOB_QUEUE_S + STALL_S + whole_s
+
+
+def test_a_prompt_with_images_may_wait_before_they_are_read() -> None:
+    """For memory, or for the same prompt of another client: that is told by nothing."""
+    deadline = AnswerDeadline(0.0, busy=False, images=2)
+    for event in (Accepted("r", 800), Prefill("r", 0, 800)):
+        deadline.on_event(event, 10.0)
+        assert deadline.due_s == 10.0 + STALL_S + 800 / TOK_S + 2 * limits.JOB_IMAGE_S
+    deadline.on_event(Prefill("r", 0, 800, image_steps=1), 20.0)
+    assert deadline.due_s == 20.0 + STALL_S + 800 / TOK_S
 
 
 def test_each_image_has_its_time_and_not_more() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from fakes import FakeFolder, FakeModels, FakePool, answer
@@ -29,6 +31,7 @@ from fleetd.errors import NotFound, UnsupportedParameter
 from fleetd.models.model_names import ModelNames
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.requests.answering_machines import AnsweringMachines
 from fleetd.requests.job import CHARS_PER_TOKEN, IMAGE_TOKENS, Job, prompt_text
 from fleetd.requests.ledger import Ledger
 from fleetd.requests.members.members import Members
@@ -149,6 +152,22 @@ def test_the_time_that_an_image_takes_elsewhere_makes_no_machine_seem_slow(
     assert (factor > 1) is not images
 
 
+@pytest.mark.parametrize("images", [True, False])
+def test_who_leaves_while_an_image_is_read_says_nothing_of_the_machine(images: bool) -> None:
+    late = list[str]()
+    answering = AnsweringMachines(
+        cast("Any", SimpleNamespace(late=lambda node_id, work: late.append(node_id))), monotonic=lambda: 100.0
+    )
+    request = SimpleNamespace(
+        answering=False,
+        job=job() if images else text_job(),
+        placement=SimpleNamespace(node_id="studio", asleep=False),
+        attempt=SimpleNamespace(began_s=0.0),
+    )
+    answering._given_up(cast("Any", request), cast("Any", SimpleNamespace(busy=False, prefill_s=1.0)))
+    assert late == ([] if images else ["studio"])
+
+
 def test_an_image_counts_as_tokens_and_not_as_bytes() -> None:
     small, large = job(file=b"x"), job(file=b"x" * 10**6)
     assert len(small.prompt_text) == len(large.prompt_text)
@@ -177,8 +196,9 @@ def test_what_was_read_of_one_image_is_nothing_of_another() -> None:
 
 
 def test_images_in_another_form_are_left_to_the_worker() -> None:
-    message = {"role": "user", "content": "Look", IMAGES: "no list"}
-    assert "Look" in prompt_text(Generate("r", ChatPrompt([message])))
+    for content, images in (("Look", "no list"), (["Look"], [(0, b"a file")])):
+        message = {"role": "user", "content": content, IMAGES: images}
+        assert "Look" in prompt_text(Generate("r", ChatPrompt([message])))
 
 
 def test_marks_that_only_selection_understands_move_no_image() -> None:

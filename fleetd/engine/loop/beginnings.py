@@ -193,7 +193,9 @@ class Beginnings:
             equivalent=self._takes_equivalent(sequence),
             exact=self.sharable is not None and self.sharable.any_chunks,
             chunk=self.chunk_tokens,
-            room=lambda more: self.budget.take_memory(sequence.id, sequence.promised + more),
+            room=lambda more: self.budget.take_memory(
+                sequence.id, sequence.promised + more, sequence.beside_bytes
+            ),
             wake=self.wake,
             draw=random.Random(),  # noqa: S311 — which tokens are checked; no sender can foresee it
         )
@@ -255,6 +257,6 @@ class Beginnings:
 
     def _close(self, sequence: ScheduledSequence, fetching: PeerFetch) -> None:
         fetching.close()
-        self.budget.take_memory(sequence.id, sequence.promised)
+        self.budget.take_memory(sequence.id, sequence.promised, sequence.beside_bytes)
         if (report := fetching.report()) is not None:
             self.emit(report)

@@ -37,7 +37,8 @@ class AnswerDeadline:
         self._images_s = images * limits.JOB_IMAGE_S
         self._planned_s = prefill_s
         self._load_within_s = load_within_s
-        self.due_s = now_s + (limits.JOB_QUEUE_S if busy else limits.JOB_BEGIN_S)
+        begin_s = limits.JOB_BEGIN_S + images * limits.JOB_IMAGE_BEGIN_S
+        self.due_s = now_s + (limits.JOB_QUEUE_S if busy else min(limits.JOB_QUEUE_S, begin_s))
         # When the part of the answer that has begun is over, whatever progress there is.
         self._over_s = math.inf
         self._loading: Loading | None = None
@@ -54,12 +55,12 @@ class AnswerDeadline:
                 self._load(event, now_s)
             case Accepted() if not self._accepted:
                 self._accept(event.prompt_tokens, now_s)
-                self.due_s = now_s + self._prefill_s(0)
+                self.due_s = now_s + self._next_step_s(0)
             case Prefill() if self._is_further(event) and not self._answering:
                 if not self._accepted:
                     self._accept(event.total, now_s)
                 self._prefilled = event.done, event.image_steps
-                self.due_s = min(self._over_s, now_s + self._prefill_s(event.done))
+                self.due_s = min(self._over_s, now_s + self._next_step_s(event.done))
             case Delta() | ToolCallPiece() if event.tokens:
                 self._answer(event.tokens, now_s)
             case ToolCall():
@@ -92,6 +93,11 @@ class AnswerDeadline:
             self._answering, self._over_s = True, now_s + limits.JOB_QUEUE_S
         self._over_s += tokens / limits.JOB_DECODE_TOK_S
         self.due_s = min(self._over_s, now_s + limits.JOB_STALL_S)
+
+    def _next_step_s(self, done: int) -> float:
+        """Before the first step for its images a prompt may wait for memory, or for another prompt that has
+        the same ones."""
+        return self._prefill_s(done) + (0.0 if self._prefilled[1] else self._images_s)
 
     def _prefill_s(self, done: int) -> float:
         """Helpers may have most of a prompt, and then nothing is told until they have sent it."""

@@ -214,6 +214,7 @@ function take(files) {
 async function takeAll(files) {
   Object.assign(chat, { troubles: [], reading: true });
   redraw();
+  const focused = document.activeElement;
   for (const file of files) {
     try {
       const type = await imageType(file);
@@ -227,7 +228,8 @@ async function takeAll(files) {
   chat.reading = false;
   if (chat.images.length) say(`${counted(chat.images.length, "image")} attached.`);
   redraw();
-  document.getElementById("prompt")?.focus();
+  // Who types elsewhere meanwhile goes on there.
+  if ([focused, document.body].includes(document.activeElement)) document.getElementById("prompt")?.focus();
 }
 
 function append(text) {
