@@ -9,9 +9,12 @@ import subprocess
 import sys
 from types import TracebackType
 
-# It comes in as soon as somebody listens, says numbers, and counts what it hears until it is sent away.
+# It waits until its parent has ended, before which it is no stranger. It comes in as soon as somebody
+# listens, says numbers, and counts what it hears until it is sent away.
 _STRANGER = """
-import socket, sys, time
+import os, socket, sys, time
+while os.getppid() == int(sys.argv[2]):
+    time.sleep(0.005)
 while True:
     try:
         sock = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
@@ -28,7 +31,9 @@ except OSError:
     pass
 print("out", heard, flush=True)
 """
-_PARENT = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]])"
+_PARENT = (
+    "import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:], str(os.getpid())])"
+)
 
 
 class Stranger:
