@@ -17,8 +17,14 @@ _LIMIT_S = 60.0
 
 
 def once_it_waits(pid: int) -> None:
-    """Returns when the process's main thread sleeps."""
-    until(lambda: psutil.Process(pid).status() == psutil.STATUS_SLEEPING, _LIMIT_S)
+    """Returns when the process's main thread sleeps. Fails at once if the process has ended."""
+
+    def waits() -> bool:
+        status = psutil.Process(pid).status()
+        assert status != psutil.STATUS_ZOMBIE, "it has ended before it was interrupted"
+        return status == psutil.STATUS_SLEEPING
+
+    until(waits, _LIMIT_S)
 
 
 def interrupt(process: subprocess.Popen[Any]) -> None:
