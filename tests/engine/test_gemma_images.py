@@ -71,11 +71,7 @@ ANSWERS: dict[int, Any] = {
 
 @pytest.fixture(scope="module")
 def seer(tmp_path_factory: pytest.TempPathFactory) -> Seer:
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    found = Seer(seeing_gemma.write(tmp_path_factory.mktemp("gemma") / "gemma"))
-    mx.set_default_device(before)
-    return found
+    return Seer.on_cpu(seeing_gemma.write, tmp_path_factory.mktemp("gemma") / "gemma")
 
 
 def shown(seer: Seer, images: int, name: str = "a") -> PreparedPrompt:

@@ -39,11 +39,7 @@ def family(request: pytest.FixtureRequest) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def seer(family: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Seer:
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    found = Seer(family.write(tmp_path_factory.mktemp("seer") / "seer"))
-    mx.set_default_device(before)
-    return found
+    return Seer.on_cpu(family.write, tmp_path_factory.mktemp("seer") / "seer")
 
 
 def vocab(seer: Seer) -> int:

@@ -32,11 +32,7 @@ TOKEN_BYTES = 1024
 
 @pytest.fixture(scope="module")
 def seer(tmp_path_factory: pytest.TempPathFactory) -> Seer:
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    found = Seer(seeing_model.write(tmp_path_factory.mktemp("seer") / "seer"))
-    mx.set_default_device(before)
-    return found
+    return Seer.on_cpu(seeing_model.write, tmp_path_factory.mktemp("seer") / "seer")
 
 
 def seen(prepared: PreparedPrompt) -> PromptImages:

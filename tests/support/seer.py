@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import mlx.core as mx
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 from turned_scheduler import TurnedScheduler
@@ -28,6 +29,16 @@ class Seer:
         assert reader is not None
         products.to_float32(reader)
         self.reader: ImageReader = reader
+
+    @classmethod
+    def on_cpu(cls, write: Callable[[Path], Path], folder: Path) -> Self:
+        """What ``write`` puts into a new folder, written and loaded on the CPU, whatever the default is."""
+        before = mx.default_device()
+        mx.set_default_device(mx.cpu)
+        try:
+            return cls(write(folder))
+        finally:
+            mx.set_default_device(before)
 
     def prepared(
         self,
